@@ -12,7 +12,13 @@ from testkit.waiting import entered, finish
 from turnstream.errors import InvalidTurnError, RejectedError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.client.connection import connect
-from turnstream.types import GroupOpened, Status, TrajectoryAbandoned, TrajectoryKey
+from turnstream.types import (
+    GroupOpened,
+    SealedTrajectory,
+    Status,
+    TrajectoryAbandoned,
+    TrajectoryKey,
+)
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
@@ -111,6 +117,26 @@ def test_an_exception_abandons_the_trajectory_with_its_reason(store: Store) -> N
     )
     assert len(stored.records(TrajectoryKey("g", 0))) == 1
     assert stored.counts() == {"accepted": 1, "abandoned": 1}
+
+
+def test_seal_takes_the_status_of_the_last_turn(store: Store) -> None:
+    run = store.new_run()
+    with Publisher(store.url, run) as publisher, publisher.group("g", 3) as group:
+        turns = (["error", "completed"], ["completed", "aborted"], ["error"])
+        given = (None, None, "truncated")
+        for writer, statuses, sealed in zip(group, turns, given, strict=True):
+            for status in statuses:
+                writer.append(ids("ab"), ids("C"), status=status)
+            writer.seal(1.0, status=sealed)
+        with publisher.trajectory("h", 0, num_samples=1) as other:
+            with pytest.raises(InvalidTurnError, match="status: 'cut' is not one of completed"):
+                other.append(ids("ab"), ids("C"), status="cut")
+            other.append(ids("ab"), [], status="truncated", allow_empty=True)
+            other.seal(0.0)
+
+    events = store.read(run).events()
+    statuses = [event.status.value for event in events if isinstance(event, SealedTrajectory)]
+    assert statuses == ["completed", "aborted", "truncated", "truncated"]
 
 
 def test_an_abandoned_sample_can_be_tried_again(store: Store) -> None:

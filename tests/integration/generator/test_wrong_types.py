@@ -68,6 +68,7 @@ APPEND = [
     *each("extras", [{"teacher": [value]} for value in NOT_PER_TOKEN[1:]]),
     *each("anchor", [1.5, [], {}, True, -1, ENDLESS, HALF, bytearray(b"1")]),
     *each("allow_empty", NOT_A_FLAG),
+    *each("status", [None, 5, b"completed", HALF, ENDLESS]),
 ]
 SEAL = [
     *each("reward", NOT_A_NUMBER),
@@ -75,7 +76,7 @@ SEAL = [
     *each("sampling", [*NOT_NAMED, *[{"a": value} for value in NOT_A_NUMBER]]),
     *each("metrics", [*NOT_NAMED, *[{"a": value} for value in NOT_A_NUMBER]]),
     *each("tags", [*NOT_NAMED, *[{"a": value} for value in NOT_A_TEXT]]),
-    *each("status", [None, 5, b"completed", [], {}, HALF, ENDLESS]),
+    *each("status", [5, b"completed", [], {}, HALF, ENDLESS]),
     *each("awaits_reward", NOT_A_FLAG),
 ]
 OPEN = [

@@ -261,8 +261,8 @@ def test_weights_become_float32_and_zero_where_masked(
         ({"policy_version": True}, "policy_version: True is not a whole number"),
         ({"policy_version": 2**63}, "policy_version: 9223372036854775808 is not a whole number"),
         (
-            {"policy_version": 1, "version_runs": [(1, 2)]},
-            "policy_version: 1 and version_runs are both present",
+            {"policy_version": 2, "version_runs": [(1, 2)]},
+            "policy_version: 2 and version_runs are both present",
         ),
         ({"version_runs": [(1, 1)]}, "version_runs: cover 1 tokens, response_ids has 2"),
         ({"version_runs": [(1, 3)]}, "version_runs: cover 3 tokens, response_ids has 2"),

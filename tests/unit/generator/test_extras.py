@@ -97,7 +97,7 @@ def test_invalid_value_is_refused_with_column_value_and_position(
         (ROUTES, [[[0, 1, 2]]], r"has the shape \(1, 1, 3\), not \(n, 1, 2\)"),
         (ROUTES, [[[0, 1]], [[0, 1], [0, 1]]], "is no array of numbers"),
         (ROUTES, [[[0.0, 1.0]]], "are numbers for uint8, not float64"),
-        (ROUTES, [[0, 1]], r"has the shape \(1, 2\), not \(n, 1, 2\)"),
+        (ROUTES, [[0, 1, 2]], r"has the shape \(1, 3\), not \(n, 1, 2\)"),
     ],
 )
 def test_case_11_invalid_routes_are_refused_with_column_value_and_position(

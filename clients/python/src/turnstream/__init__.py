@@ -6,8 +6,8 @@
     run = service.create_run("demo", batch_groups=8)
 
 A generator streams turns with `run.publisher()`; a trainer iterates over `run.batches()`.
-`from_vllm`, `from_openai` and `from_tinker` make the arguments of a turn from the response of an
-inference engine.
+`from_vllm`, `from_sglang`, `from_openai` and `from_tinker` return the arguments of a turn for the
+response of an inference engine.
 `fetch_weights` returns the local folder of announced weights.
 `forward_backward_run` trains a hosted model on a run, through the tinker SDK.
 Modules below `turnstream` are for advanced use: `turnstream.generator`, `.worker`, `.types`,
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from turnstream.errors import TurnstreamError
-    from turnstream.responses import from_openai, from_tinker, from_vllm
+    from turnstream.responses import from_openai, from_sglang, from_tinker, from_vllm
     from turnstream.run import Run
     from turnstream.service import Service, connect
     from turnstream.tinker import forward_backward_run
@@ -37,6 +37,7 @@ __all__ = [
     "fetch_weights",
     "forward_backward_run",
     "from_openai",
+    "from_sglang",
     "from_tinker",
     "from_vllm",
 ]
@@ -49,6 +50,7 @@ _HOMES = {
     "fetch_weights": "turnstream.weights",
     "forward_backward_run": "turnstream.tinker",
     "from_openai": "turnstream.responses",
+    "from_sglang": "turnstream.responses",
     "from_tinker": "turnstream.responses",
     "from_vllm": "turnstream.responses",
 }

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic, Self, TypeVar
 
 from turnstream.errors import InvalidTurnError, RejectedError
+from turnstream.generator.api.unsealed import reason_of, warn_unsealed
 from turnstream.generator.encode.checks import checked_turn, with_checked_extras
 from turnstream.generator.encode.encoder import AdoptedTurn, TrajectoryDraft
-from turnstream.generator.encode.group_checks import checked_key
+from turnstream.generator.encode.group_checks import checked_key, checked_status
 from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.receipts import AsyncReceipt, Delivery, Receipt
 from turnstream.generator.outbox.trajectory_queue import Lane
 from turnstream.generator.transport.sender import Sender, ThreadSender
-from turnstream.store.waits.wait_reasons import UNSEALED
 from turnstream.types import Anchor, GroupOpened, Status, TrajectoryKey, Turn, VersionRun
-from turnstream.types.names import few_of, shown
+from turnstream.types.names import shown
 
 _MAX_REASON_LENGTH: Final = 200  # a ledger keeps it for every trajectory
 
 _Receipt = TypeVar("_Receipt", bound=Delivery)
 _Sender = TypeVar("_Sender", bound=Sender[Any])
-_logger = logging.getLogger(__name__)
 
 
 class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
@@ -51,6 +49,7 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
         self._draft: TrajectoryDraft | None = None
         self._turns = tuple(each.turn for each in stored)
         self._has_ended = False
+        self._status = Status.COMPLETED  # of the last turn
         self._order = asyncio.Lock()  # orders the writes that wait
         self._numbering = threading.Lock()  # guards the draft
         for each in stored:
@@ -162,7 +161,9 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
         made = self._drafted.add(turn)
         self._sender.put(lambda: self._outbox.append(lane, made, receipt))
 
-    async def _seal(self, *, awaits_reward: bool, **fields: Any) -> None:
+    async def _seal(
+        self, *, awaits_reward: bool, status: Status | str | None, **fields: Any
+    ) -> None:
         """End the trajectory after its last turn, and wait for the answer of the run."""
         self._sender.check_caller()
         end = self._sender.loop_receipt()
@@ -170,7 +171,8 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
             lane = await self._open()
             with self._numbering:
                 draft = self._drafted
-                seal = draft.seal(awaits_reward=awaits_reward, **fields)
+                status = self._status if status is None else status
+                seal = draft.seal(awaits_reward=awaits_reward, status=status, **fields)
                 self._sender.put(
                     lambda: self._outbox.seal(
                         lane,
@@ -225,6 +227,7 @@ class TrajectoryWriter(TrajectoryWriterBase[ThreadSender, Receipt]):
         extras: Mapping[str, Any] | None = None,
         anchor: Anchor | None = None,
         allow_empty: bool = False,
+        status: Status | str = Status.COMPLETED,
     ) -> Receipt:
         """Send one turn, and return before the store has answered.
 
@@ -247,6 +250,7 @@ class TrajectoryWriter(TrajectoryWriterBase[ThreadSender, Receipt]):
             anchor: the state of the environment when the turn began, for `estimator="gigpo"`: a
                 text or bytes that are equal for equal states, or a hash of 64 bits.
             allow_empty: accept a response without tokens.
+            status: how the response ended; `seal` takes that of the last turn.
 
         Raises:
             InvalidTurnError: names field, value and position; nothing was accepted.
@@ -266,9 +270,11 @@ class TrajectoryWriter(TrajectoryWriterBase[ThreadSender, Receipt]):
             anchor=anchor,
             allow_empty=allow_empty,
         )
+        status = checked_status(status)
         receipt = self._sender.receipt()
         if not self._append_at_once(turn, extras, receipt):
             self._sender.run(self._append(turn, extras, receipt))
+        self._status = status
         return receipt
 
     def seal(
@@ -276,7 +282,7 @@ class TrajectoryWriter(TrajectoryWriterBase[ThreadSender, Receipt]):
         reward: float | None = None,
         *,
         reward_components: Mapping[str, float] | None = None,
-        status: Status | str = Status.COMPLETED,
+        status: Status | str | None = None,
         sampling: Mapping[str, float] | None = None,
         tags: Mapping[str, str] | None = None,
         metrics: Mapping[str, float] | None = None,
@@ -287,8 +293,8 @@ class TrajectoryWriter(TrajectoryWriterBase[ThreadSender, Receipt]):
         Args:
             reward: outcome of the whole episode; None if the turns or the components carry it.
             reward_components: named rewards.
-            status: how the episode ended. A run excludes "error" by default, see
-                `BatchingConfig.error_trajectories`.
+            status: how the episode ended; None takes the status of the last turn. A run excludes
+                "error" by default, see `BatchingConfig.error_trajectories`.
             sampling: parameters such as temperature.
             tags: labels, at most 64; each batch counts the trajectories of every value.
             metrics: finite numbers, at most 64; each batch has their means and extremes.
@@ -337,6 +343,7 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[Sender[AsyncReceipt], AsyncRece
         extras: Mapping[str, Any] | None = None,
         anchor: Anchor | None = None,
         allow_empty: bool = False,
+        status: Status | str = Status.COMPLETED,
     ) -> AsyncReceipt:
         """Send one turn; return before the store has answered. See `TrajectoryWriter.append`."""
         turn = checked_turn(
@@ -352,8 +359,10 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[Sender[AsyncReceipt], AsyncRece
             anchor=anchor,
             allow_empty=allow_empty,
         )
+        status = checked_status(status)
         receipt = self._sender.receipt()
         await self._append(turn, extras, receipt)
+        self._status = status
         return receipt
 
     async def seal(
@@ -361,7 +370,7 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[Sender[AsyncReceipt], AsyncRece
         reward: float | None = None,
         *,
         reward_components: Mapping[str, float] | None = None,
-        status: Status | str = Status.COMPLETED,
+        status: Status | str | None = None,
         sampling: Mapping[str, float] | None = None,
         tags: Mapping[str, str] | None = None,
         metrics: Mapping[str, float] | None = None,
@@ -377,19 +386,3 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[Sender[AsyncReceipt], AsyncRece
             metrics=metrics,
             awaits_reward=awaits_reward,
         )
-
-
-def warn_unsealed(group_id: str, samples: Sequence[int]) -> None:
-    """Log that samples were abandoned because their block was left without a seal."""
-    _logger.warning(
-        "group %s: sample %s left without a seal, so it is abandoned and not trained: call "
-        "seal(reward=...) before the block ends",
-        *(group_id, few_of(samples)),
-    )
-
-
-def reason_of(error: BaseException | None) -> str:
-    """Return why a with block was left, for the ledger."""
-    if error is None:
-        return UNSEALED
-    return f"{type(error).__name__}: {error}"

@@ -242,7 +242,7 @@ def _version_runs(
 ) -> tuple[VersionRun, ...]:
     runs = _listed_runs(runs)
     if policy_version is not None:
-        if runs:
+        if runs and {run.version for run in runs} != {policy_version}:
             raise InvalidTurnError(
                 "policy_version", f"{shown(policy_version)} and version_runs are both present"
             )
@@ -281,6 +281,8 @@ def _extra(column: DeclaredColumn, values: Any) -> NDArray[Any]:
         array = array[None]
     if array.shape == (0,):  # a list without elements says nothing of their type and shape
         array = np.empty((0, *column.shape), column.dtype)
+    if column.per == "first_tokens" and array.shape[1:] == (math.prod(column.shape),):
+        array = array.reshape(len(array), *column.shape)  # SGLang does not name layers and k
     if array.ndim != 1 + len(column.shape) or array.shape[1:] != column.shape:
         expected = ", ".join(["n", *map(str, column.shape)])
         message = f"has the shape {array.shape}, not ({expected}): {shown(values)}"
