@@ -11,11 +11,12 @@ import redis
 
 from testkit import wait_until
 from turnstream.batching.config import BatchingConfig
-from turnstream.errors import ConflictError, NotReadyError
+from turnstream.errors import ConflictError, InvalidConfigError, NotReadyError
+from turnstream.records.configs import encode_config
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
-from turnstream.store.run.configs import read_config
+from turnstream.store.run.configs import read_config, revise_config
 from turnstream.store.run.runs import (
     close_run,
     create_run,
@@ -50,6 +51,39 @@ def test_a_config_that_an_older_release_stored_is_the_same_run(client: redis.Red
     assert create_run(client, "older", CONFIG) == 1
     with pytest.raises(ConflictError, match="another config"):
         create_run(client, "older", dataclasses.replace(CONFIG, lease_s=7.0))
+
+
+UNREAD: list[tuple[str, dict[str, Any]]] = [
+    *(
+        ("singleton_advantage", {"estimator": name, "singleton_advantage": "raw"})
+        for name in ("gae", "remax", "reinforce_pp")
+    ),
+    ("turn_discount", {"estimator": "gigpo", "turn_weight": 0.0, "turn_discount": 0.9}),
+    ("refill_fallback", {"refill_fallback": "train_short"}),
+]
+
+
+def test_setting_without_effect_is_refused_in_new_runs_and_revisions(client: redis.Redis) -> None:
+    for number, (field, settings) in enumerate(UNREAD):
+        config = dataclasses.replace(CONFIG, **settings)
+        read = {key: value for key, value in settings.items() if key != field}
+        create_run(client, f"read-{number}", dataclasses.replace(CONFIG, **read))
+
+        with pytest.raises(InvalidConfigError, match=f"^{field}: .* is not read"):
+            create_run(client, "unread", config)
+        with pytest.raises(InvalidConfigError, match=f"^{field}: .* is not read"):
+            revise_config(client, f"read-{number}", config, from_step=2)
+
+
+def test_setting_without_effect_of_a_stored_run_stays(client: redis.Redis) -> None:
+    older = dataclasses.replace(CONFIG, refill_fallback="train_short")
+    create_run(client, "unread", CONFIG)
+    client.hset(keys.run_keys("unread").config, "1", encode_config(older))
+
+    assert read_config(client, "unread") == (1, older)
+    assert create_run(client, "unread", older) == 1
+    longer = dataclasses.replace(older, lease_s=7.0)
+    assert revise_config(client, "unread", longer, from_step=2) == 2
 
 
 def test_a_run_keeps_its_config(client: redis.Redis) -> None:

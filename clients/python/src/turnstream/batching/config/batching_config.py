@@ -55,13 +55,14 @@ class BatchingConfig:
             With "gae", advantages are 0 in a batch: a trainer with a critic estimates them.
         pass_k: k of "pass_at_k", 2 or more.
         baseline_weight: metric of a trajectory that weighs its reward in the baseline of "opo";
-            empty for its trained tokens.
+            empty for its trained tokens, which are those of its turns if it is masked.
         normalize_advantages: "batch" whitens the advantages of any estimator over the trained
             tokens of the batch: (x - mean) / sqrt(var + 1e-8).
         reward_source: origin of a trajectory's one reward. "outcome" is the reward of the seal; the
             other two read the token rewards of the turns.
         component_weights: (name, weight) of the reward components of "gdpo", sorted by name.
-        singleton_advantage: advantage of a group's only trajectory: 0, or its raw reward.
+        singleton_advantage: advantage of a group's only trajectory: 0, or its raw reward. "gae",
+            "remax" and "reinforce_pp" do not read it.
         turn_weight: factor of gigpo for the advantage of a turn among the group's turns that began
             in the same state. It is added to the trajectory's advantage.
         turn_discount: gamma of gigpo, the discount of later turns' rewards.
@@ -76,8 +77,9 @@ class BatchingConfig:
         overlong_buffer: response tokens before `overlong_length` over which the compared reward
             falls by up to 1; 0 leaves it unchanged.
         length_reward_weight: factor of the length reward, which is added to the compared reward:
-            between the longest and the shortest response of its group it rises from -1/2 to 1/2,
-            and an incorrect one has at most 0 (arXiv:2501.12599). 0 means none.
+            between the longest and the shortest response of the compared members of its group it
+            rises from -1/2 to 1/2, and an incorrect one has at most 0 (arXiv:2501.12599). 0 means
+            none.
         correct_reward: reward from which on a response is correct, before any penalty.
         mask_truncated: trajectories that were truncated or aborted, or are longer than
             `overlong_length`, are masked: in the batch with no token trained, outside every

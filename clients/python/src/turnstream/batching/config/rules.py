@@ -1,7 +1,7 @@
 """Rules over several settings of a run, and over a change of them.
 
 The first broken rule names the setting to change. Settings with which no batch would ever be
-complete are refused too.
+complete are refused too. Settings without effect are refused in new runs and in revisions.
 """
 
 from __future__ import annotations
@@ -74,6 +74,13 @@ _WEIGHTLESS = {
 }
 """Aggregations that do not divide by the sum of weights, and why row weights distort them."""
 
+_NO_SINGLETON = {
+    "gae": "the trainer estimates every advantage by its critic",
+    "reinforce_pp": "it compares no group",
+    "remax": "a group has a greedy sample and another one",
+}
+"""Estimators that never compute the advantage in a group of one, and why."""
+
 _SHORTEST_ROW = 2
 """Tokens of the shortest row that trains: one of the prompt and one of the response."""
 
@@ -88,6 +95,30 @@ def config_problems(config: BatchingConfig) -> Iterator[Problem]:
     yield from _length_problems(config)
     yield from _age_problems(config)
     yield from _deadline_problems(config)
+
+
+def unread_settings(config: BatchingConfig) -> Iterator[Problem]:
+    """Yield settings without effect. An older release accepted them, so a stored run may have some.
+
+    >>> from turnstream.batching.config import BatchingConfig
+    >>> list(unread_settings(BatchingConfig(batch_groups=2, mini_batch_groups=2)))
+    []
+    """
+    reason = _NO_SINGLETON.get(config.estimator)
+    if config.singleton_advantage != "zero" and reason:
+        yield Problem(
+            "singleton_advantage",
+            f"{config.singleton_advantage!r} is not read by estimator={config.estimator!r}: "
+            f"{reason}",
+        )
+    if config.turn_discount != 1.0 and config.turn_weight == 0.0:
+        yield Problem("turn_discount", f"{config.turn_discount:g} is not read with turn_weight=0")
+    if config.refill_fallback != "drop" and config.deadline_policy != "refill":
+        yield Problem(
+            "refill_fallback",
+            f"{config.refill_fallback!r} is not read with deadline_policy="
+            f"{config.deadline_policy!r}",
+        )
 
 
 def _unread_problems(config: BatchingConfig) -> Iterator[Problem]:
@@ -290,7 +321,11 @@ def changed_settings(before: BatchingConfig, after: BatchingConfig) -> tuple[Cha
 
 
 def check_revision(before: BatchingConfig, after: BatchingConfig) -> None:
-    """Refuse a change of a setting that a run keeps."""
+    """Refuse a change of a setting that a run keeps, or to one without effect."""
+    known = set(unread_settings(before))
+    for problem in unread_settings(after):
+        if problem not in known:
+            raise InvalidConfigError(*problem)
     has_critic = "gae" in (before.estimator, after.estimator)
     fixed = FIXED | _FIXED_WITH_GAE if has_critic else FIXED
     for change in changed_settings(before, after):

@@ -8,8 +8,8 @@ import redis
 import redis.asyncio
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.config.rules import changed_settings
-from turnstream.errors import ConflictError, InvalidConfigError
+from turnstream.batching.config.rules import changed_settings, unread_settings
+from turnstream.errors import ConflictError, InvalidConfigError, RunNotFoundError
 from turnstream.records.configs import encode_config
 from turnstream.records.events import decode_event, encode_event
 from turnstream.store.client import keys
@@ -17,7 +17,7 @@ from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import create_under, find_run, listed_run
 from turnstream.store.client.scripts import Command, Script, run_command
 from turnstream.store.client.stored_values import reading
-from turnstream.store.run.configs import read_revisions
+from turnstream.store.run.configs import read_config, read_revisions
 from turnstream.types import Leftover, RunClosed, RunReopened, VersionAnnounced
 from turnstream.types.names import RunId, checked_setting
 
@@ -34,7 +34,12 @@ def create_run(client: redis.Redis, run: str, config: BatchingConfig) -> int:
 
     Returns:
         The config revision in force: 1 for a new run, more for a run that was revised since.
+
+    Raises:
+        InvalidConfigError: a setting of a new run has no effect.
+        ConflictError: the run exists with another config.
     """
+    _check_new(client, run, config)
 
     def create(run_id: RunId) -> int:
         try:
@@ -49,6 +54,17 @@ def create_run(client: redis.Redis, run: str, config: BatchingConfig) -> int:
     run_id, revision = create_under(client, run, create)
     list_run(client, run_id)
     return revision
+
+
+def _check_new(client: redis.Redis, run: str, config: BatchingConfig) -> None:
+    """Refuse a new run with a setting that has no effect; a run of an older release may have it."""
+    problem = next(unread_settings(config), None)
+    if problem is None:
+        return
+    try:
+        read_config(client, find_run(client, run))
+    except RunNotFoundError:
+        raise InvalidConfigError(*problem) from None
 
 
 def _other_config(run: str, stored: BatchingConfig, config: BatchingConfig) -> ConflictError:
