@@ -15,8 +15,9 @@ from turnstream_server.commands.contents import ForwardBackwardRun
 from turnstream_server.commands.results import TrainingOutput
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.metrics import trajectory_rewards
-from turnstream_server.trainer.objectives.config import ObjectiveConfig, PpoClip
+from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
+from turnstream_server.trainer.objectives.parameters import PpoClip
 from turnstream_server.trainer.ranks import Ranks
 
 _PLACEHOLDER: Final = np.zeros(1, np.float32)

@@ -13,10 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.errors import InvalidConfigError
-
-_MAX_TEMPERATURE = 1000.0
-_MIN_TEMPERATURE = 1e-4
-"""Logits over a smaller temperature leave float32; 0 itself takes the most likely token."""
+from turnstream_server.models.spec import LARGEST_TEMPERATURE, LEAST_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +58,8 @@ class SamplingParams:
             _check_at_least("top_k", self.top_k, 1)
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise InvalidConfigError("seed", f"{self.seed} is no integer of 64 bits")
-        if self.temperature and not _MIN_TEMPERATURE <= self.temperature <= _MAX_TEMPERATURE:
-            message = f"is neither 0 nor from {_MIN_TEMPERATURE:g} to {_MAX_TEMPERATURE:g}"
+        if self.temperature and not LEAST_TEMPERATURE <= self.temperature <= LARGEST_TEMPERATURE:
+            message = f"is neither 0 nor from {LEAST_TEMPERATURE:g} to {LARGEST_TEMPERATURE:g}"
             raise InvalidConfigError("temperature", f"{self.temperature} {message}")
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidConfigError("top_p", f"{self.top_p} is not above 0 and at most 1")

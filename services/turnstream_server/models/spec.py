@@ -15,6 +15,10 @@ from turnstream.errors import InvalidConfigError
 LAYERS: Final = ("attention", "mlp", "unembedding")
 """Kinds of layers that an adapter can update."""
 
+LARGEST_TEMPERATURE: Final = 1000.0
+LEAST_TEMPERATURE: Final = 1e-4
+"""Logits over a smaller sampling temperature leave float32."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallModelSpec:

@@ -14,6 +14,7 @@ import typer
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.spec import AdapterConfig, SmallModelSpec, layer_switches
 from turnstream_server.options import Dump, Redis, Threads, split_address
+from turnstream_server.trainer.combinations import critic_problems, require, trainer_problems
 from turnstream_server.trainer.critic.config import CriticConfig
 from turnstream_server.trainer.objectives.config import DEFAULT_LOSS, ObjectiveConfig
 from turnstream_server.trainer.settings import (
@@ -284,10 +285,8 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         # Raise for invalid values.
         _ = self.adam, self.rate_schedule, self.adapter, self.critic_config
-        if (kl := self.objective.kl) is not None:
-            kl.require_critic(self.critic)
-        if not self.temperature > 0:
-            raise InvalidConfigError("temperature", f"{self.temperature} is not above 0")
+        require(critic_problems(self.objective, has_critic=self.critic is not None))
+        require(trainer_problems(self))
         require_one_of("layout", self.layout, get_args(Layout))
         require_one_of("parallel", self.parallel, get_args(Parallel))
         require_one_of("dtype", self.dtype, get_args(Dtype))
@@ -297,12 +296,6 @@ class TrainerConfig:
         for name in ("epochs", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise InvalidConfigError(name, f"{getattr(self, name)} is below 1")
-        if self.shuffle and self.epochs == 1:
-            raise InvalidConfigError("--shuffle", "a single epoch keeps its order: use --epochs")
-        if self.shuffle and self.seed < 0:
-            raise InvalidConfigError("--seed", f"{self.seed} is below 0, which --shuffle needs")
-        if self.reference is not None and kl is None:
-            raise InvalidConfigError("--reference", f"{self.reference} is not read without --kl")
 
     def _check_addresses(self) -> None:
         if self.weights_listen:

@@ -25,6 +25,7 @@ from turnstream.errors import InvalidConfigError, RejectedError
 from turnstream.types import MiniBatch
 from turnstream.worker import PulledMiniBatch
 from turnstream_server.models.sharding import is_sharded, whole_state, whole_weights
+from turnstream_server.trainer.combinations import critic_problems, require
 from turnstream_server.trainer.critic.critic import Critic
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
@@ -96,8 +97,7 @@ class Engine:
         self._objective = objective or Objective(ObjectiveConfig(), gather=ranks.gather)
         if self._objective.needs_reference and reference is None and adapter is None:
             raise InvalidConfigError("--kl", "there is no reference policy: use --reference")
-        if self._objective.config.kl is not None:
-            self._objective.config.kl.require_critic(critic)
+        require(critic_problems(self._objective.config, has_critic=critic is not None))
         self.model = model
         self._adapter = adapter
         self._passes = Passes(

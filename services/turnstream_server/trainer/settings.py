@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -92,6 +93,9 @@ class ScheduleSettings:
         if self.name == "constant" and self.warmup_updates:
             message = f"{self.warmup_updates} with schedule constant; use constant_with_warmup"
             raise InvalidConfigError("warmup_updates", message)
+        if self.name.startswith("constant") and self.total_updates:
+            message = f"{self.total_updates} is not read: {self.name} has no end"
+            raise InvalidConfigError("schedule_updates", message)
         if self.name not in _ENDLESS and self.total_updates <= self.warmup_updates:
             message = f"{self.total_updates} is not above warmup_updates={self.warmup_updates}"
             raise InvalidConfigError("schedule_updates", f"{message}, which {self.name} needs")
@@ -110,7 +114,7 @@ def parse_arguments(text: str) -> dict[str, Any]:
     {'num_cycles': 2}
 
     Raises:
-        InvalidConfigError: the text is not a JSON object.
+        InvalidConfigError: the text is not a JSON object of finite numbers.
     """
     try:
         arguments = json.loads(text or "{}")
@@ -118,6 +122,9 @@ def parse_arguments(text: str) -> dict[str, Any]:
         raise InvalidConfigError("schedule_arguments", f"{text!r} is no JSON: {error}") from error
     if not isinstance(arguments, dict):
         raise InvalidConfigError("schedule_arguments", f"{text!r} is no JSON object")
+    for name, value in arguments.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidConfigError("schedule_arguments", f"{name} is {value}, not finite")
     return arguments
 
 

@@ -314,7 +314,7 @@ def test_shuffle_without_effect_or_seed_is_refused(
 
 def test_metrics_have_the_statistics_of_the_objective(tmp_path: Path) -> None:
     options: dict[str, Any] = {
-        "correction": ["tis", "mis:low=0.5,high=0.9"],
+        "correction": ["tis", "mis:low=0.5,high=1.2"],
         "kl": "k3:coefficient=0.5,target=1e-6,horizon=8",
         "entropy_bonus": 0.01,
     }

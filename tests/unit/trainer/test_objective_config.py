@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import subprocess
 import sys
@@ -15,21 +16,21 @@ import pytest
 from turnstream.errors import InvalidConfigError
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.objectives import config as objective_config
-from turnstream_server.trainer.objectives.config import (
+from turnstream_server.trainer.objectives.config import ObjectiveConfig
+from turnstream_server.trainer.objectives.objective import (
+    CORRECTION_FUNCTIONS,
+    KL_FUNCTIONS,
+    LOSS_FUNCTIONS,
+)
+from turnstream_server.trainer.objectives.parameters import (
     CORRECTIONS,
     K3,
     KL_ESTIMATES,
     LOSSES,
     Gspo,
     Mis,
-    ObjectiveConfig,
     PpoClip,
     Tis,
-)
-from turnstream_server.trainer.objectives.objective import (
-    CORRECTION_FUNCTIONS,
-    KL_FUNCTIONS,
-    LOSS_FUNCTIONS,
 )
 
 
@@ -82,20 +83,50 @@ def test_proximal_is_recomputed_where_it_is_needed(needing: Any, proximal: str) 
         ({"loss": "gspo:clip_low=few"}, "--loss: gspo: clip_low='few' is no number"),
         ({"loss": "gspo:clip_low=none"}, "--loss: gspo: clip_low='none' is no number"),
         ({"loss": "gspo:clip_low"}, "--loss: gspo: clip_low='' is no number"),
-        ({"loss": "gspo:clip_low=nan"}, "--loss: gspo: clip_low=nan is"),
+        ({"loss": "gspo:clip_low=nan"}, "--loss: gspo: clip_low=nan is no number"),
         ({"loss": "gspo:clip_low=-1"}, "--loss: gspo: clip_low=-1 is below 0"),
         ({"loss": "gspo:clip_low=1,clip_low=2"}, "--loss: gspo: clip_low is set twice"),
         ({"loss": "ppo_clip:dual_clip=1"}, "--loss: ppo_clip: dual_clip=1 is not above 1"),
-        ({"loss": "clip_cov:low=6"}, "--loss: clip_cov: low=6 is above high=5"),
+        ({"loss": "clip_cov:low=6"}, "--loss: clip_cov: low=6 is not below high=5"),
         ({"loss": "dppo:divergence=js"}, "--loss: dppo: divergence='js' is not one of tv, kl"),
         ({"corrections": ["is"]}, "--correction: 'is' is not one of tis, icepop, mis"),
-        ({"corrections": ["tis:floor=3"]}, "--correction: tis: floor=3 is above cap=2"),
-        ({"corrections": ["icepop:low=9"]}, "--correction: icepop: low=9 is above high=5"),
+        ({"loss": "gspo:clip_low=2"}, "--loss: gspo: clip_low=2 is above 1"),
+        ({"loss": "sapo:temperature_positive=inf"}, "--loss: sapo: temp.*=inf is above 1000"),
+        ({"loss": "decoupled_ppo:behaviour_cap=0.5"}, "--loss: decoupled_ppo: behaviour_cap=0.5 i"),
+        ({"loss": "clip_cov:share=0"}, "--loss: clip_cov: share=0 is not above 0"),
+        ({"loss": "kl_cov:share=5"}, "--loss: kl_cov: share=5 is above 1"),
+        ({"loss": "kl_cov:coefficient=0"}, "--loss: kl_cov: coefficient=0 is not above 0"),
+        ({"loss": "dppo:threshold=2"}, "--loss: dppo: threshold=2 with divergence=tv masks no"),
+        ({"corrections": ["tis:floor=3"]}, "--correction: tis: floor=3 is above 1: a ratio of 1, "),
+        ({"corrections": ["tis:floor=1,cap=1"]}, "--correction: tis: no ratio but 1 is from 1 to"),
+        ({"corrections": ["mis:low=3"]}, "--correction: mis: low=3 is above 1: a ratio of 1, "),
+        ({"corrections": ["mis:high=0.4"]}, "--correction: mis: high=0.4 is below 1: a ratio"),
+        ({"corrections": ["mis:level=geometric,high=0.5"]}, "--correction: mis: high=0.5 is below"),
+        ({"corrections": ["mis:low=1,high=1"]}, "--correction: mis: no ratio but 1 is from 1 to 1"),
+        (
+            {"corrections": ["mis:low=0,high=inf,veto_below=0"]},
+            "--correction: mis: every ratio is from 0 to inf: it drops no token",
+        ),
+        ({"corrections": ["row_veto:low=0"]}, "--correction: row_veto: every ratio is from 0 to"),
+        ({"corrections": ["mis", "row_veto"]}, "--correction: row_veto: veto_below=0.0001 of mis"),
+        ({"corrections": ["mis", "mis:low=0"]}, "--correction: mis: 2 of them at level=token drop"),
+        ({"corrections": ["opsm", "opsm"]}, "--correction: opsm: 2 of them drop the tokens of the"),
+        ({"corrections": ["opsm:delta=inf"]}, "--correction: opsm: delta=inf is above 1e"),
+        ({"corrections": ["tis", "tis"]}, "--correction: tis: tis corrects the ratio already"),
+        ({"corrections": ["tis"], "denominators": "recount"}, "--denominators: recount: no --corr"),
+        (
+            {"corrections": ["mis", "rescaled"], "denominators": "recount"},
+            "--denominators: recount: rescaled makes up for dropped tokens already",
+        ),
         ({"corrections": ["rescaled"]}, "--correction: rescaled: .* comes last"),
         ({"corrections": ["rescaled", "tis"]}, "--correction: rescaled: .* comes last"),
         ({"kl": "k4"}, "--kl: 'k4' is not one of k1, k2, k3"),
         ({"kl": "k3:target=0"}, "--kl: k3: target=0 is not above 0"),
         ({"kl": "k3:coefficient=0,target=1"}, "--kl: k3: coefficient=0 cannot adapt"),
+        ({"kl": "k3:horizon=5"}, "--kl: k3: horizon=5 is not read without target"),
+        ({"kl": "k2:coefficient=0,place=advantage"}, "--kl: k2: coefficient=0 with place=advanta"),
+        ({"kl": "k1"}, "--kl: k1: place=loss has a gradient with a mean of 0: use k2 or k3"),
+        ({"loss": "dppo", "proximal": "recompute"}, "--proximal: recompute: --loss dppo does not"),
         ({"entropy_bonus": -1.0}, "--entropy-bonus: -1 is not at least 0"),
         ({"proximal": "old"}, "--proximal: 'old' is not one of rollout, recompute"),
         ({"corrections": ["tis"], "proximal": "rollout"}, "--proximal: rollout: tis compares"),
@@ -109,9 +140,21 @@ def test_impossible_options_are_refused_with_option_and_value(options: Any, mess
         ObjectiveConfig.parse(**options)
 
 
-def test_trainer_refuses_a_reference_that_nothing_reads() -> None:
-    with pytest.raises(InvalidConfigError, match="--reference: /base is not read without --kl"):
-        TrainerConfig(run="run", folder=Path(), reference=Path("/base"))
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reference": Path("/base")}, "--reference: /base is not read without --kl"),
+        ({"temperature": math.inf}, "temperature: inf is not from 0.0001 to 1000"),
+        ({"temperature": 1e-300}, "temperature: 1e-300 is not from 0.0001 to 1000"),
+        ({"lora_alpha": 8.0}, "lora_alpha: 8.0 is not read without lora_rank above 0"),
+        ({"lora_layers": "mlp"}, "lora_layers: mlp is not read without lora_rank above 0"),
+        ({"schedule_updates": 9}, "schedule_updates: 9 is not read: constant_with_warmup has no"),
+        ({"schedule_arguments": '{"power": 1e999}'}, "schedule_arguments: power is inf, not fini"),
+    ],
+)
+def test_trainer_refuses_a_setting_that_nothing_reads(settings: Any, message: str) -> None:
+    with pytest.raises(InvalidConfigError, match=f"^{message}"):
+        TrainerConfig(run="run", folder=Path(), **settings)
 
 
 ALL = {**LOSSES, **CORRECTIONS, **KL_ESTIMATES}
@@ -140,14 +183,21 @@ def test_settings_have_the_parameters_and_defaults_of_their_function(name: str) 
     assert settings.keys() - with_default.keys() == chosen
 
 
+CHANGED: dict[str, Any] = {
+    **dict.fromkeys(("clip_low", "share", "threshold", "floor", "veto_below", "low"), 0.75),
+    "dual_clip": 1.5,
+    "place": "advantage",
+}
+"""Parameter to a value that is no default; 1.25 for all others."""
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_text_of_settings_is_parsed_to_the_same_settings(name: str) -> None:
     kind = ALL[name]
-    numbers = {each.name: 1.25 for each in fields(kind) if "float" in str(each.type)}
-    numbers |= {"dual_clip": 3.5} if "dual_clip" in numbers else {}
-    numbers |= {"low": 0.5} if "low" in numbers else {}
+    numbers = {each.name: CHANGED.get(each.name, 1.25) for each in fields(kind)}
+    numbers = {key: value for key, value in numbers.items() if key not in ("level", "divergence")}
     options = {"--loss": "loss", "--correction": "corrections", "--kl": "kl"}
-    changed = kind(**numbers)
+    changed: Any = kind(**numbers)
     text: Any = f"{changed}" if kind.option != "--correction" else [f"{changed}"]
     if name == "rescaled":
         text = ["opsm", "rescaled"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Final, Literal
 
 from turnstream.errors import InvalidConfigError
+from turnstream_server.trainer.combinations import gae_problems, require
 from turnstream_server.trainer.objectives.named_settings import (
     NamedSettings,
     bounded,
@@ -27,8 +28,8 @@ class GaeSettings(NamedSettings):
         gamma: discount of later rewards.
         lam: lambda of generalised advantage estimation.
         value_lam: lambda of the returns that the critic learns; None for `lam`.
-        length_alpha: alpha of the lambda 1 - 1 / (alpha * trained tokens) of the advantages, in
-            place of `lam` (VAPO, arXiv:2504.05118); None: no such lambda.
+        length_alpha: alpha of the lambda 1 - 1 / (alpha * trained tokens) of the advantages, at
+            least 0, in place of `lam` (VAPO, arXiv:2504.05118); None: no such lambda.
         whiten: whether the advantages are whitened over the trained tokens of the step.
         value_clip: largest change of a value in a step that lowers its loss, in units of reward;
             None: no limit.
@@ -43,7 +44,7 @@ class GaeSettings(NamedSettings):
     length_alpha: float | None = bounded(None, above=0)
     whiten: Literal["true", "false"] = "true"
     value_clip: float | None = bounded(0.2, above=0)
-    learning_rate: float = bounded(1e-5, at_least=0)
+    learning_rate: float = bounded(1e-5, above=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,9 @@ class CriticConfig:
 
     source: Path | None
     gae: GaeSettings
+
+    def __post_init__(self) -> None:
+        require(gae_problems(self.gae))
 
     @classmethod
     def parse(cls, text: str) -> CriticConfig:

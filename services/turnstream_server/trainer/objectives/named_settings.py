@@ -10,23 +10,61 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import NoneType
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Final,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from turnstream.errors import InvalidConfigError
 
 Named = TypeVar("Named", bound="NamedSettings")
 
+LARGEST: Final = 1e9
+"""Bound of a number without another one: its products stay within float32."""
 
-def bounded(
-    default: Any,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-) -> Any:
-    """Return a field of a number with this default and these bounds."""
-    bounds = {"at_least": at_least, "above": above, "at_most": at_most}
-    return field(default=default, metadata=bounds)
+
+class Bounds(NamedTuple):
+    """The numbers that a parameter may have.
+
+    Attributes:
+        at_least, at_most: included. Infinity is a number only if `at_most` is infinity.
+        above: not included; None for no such bound.
+        reason: added to the error, after a colon; empty for none.
+    """
+
+    at_least: float = -LARGEST
+    at_most: float = LARGEST
+    above: float | None = None
+    reason: str = ""
+
+    def problem(self, value: float) -> str | None:
+        """Return the bound that a number breaks; None if it is inside.
+
+        >>> Bounds(at_least=0, reason="a loss is positive").problem(-1)
+        '-1 is below 0: a loss is positive'
+        """
+        broken: str | None = None
+        if math.isnan(value):
+            return "nan is no number"
+        if value < self.at_least:
+            broken = f"{value:g} is below {self.at_least:g}"
+        if self.above is not None and value <= self.above:
+            broken = f"{value:g} is not above {self.above:g}"
+        if value > self.at_most:
+            broken = f"{value:g} is above {self.at_most:g}"
+        return f"{broken}: {self.reason}" if broken and self.reason else broken
+
+
+def bounded(default: float | None, **bounds: Any) -> Any:
+    """Return a field of a number with this default and these `Bounds`."""
+    return field(default=default, metadata={"bounds": Bounds(**bounds)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,32 +84,9 @@ class NamedSettings:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value = getattr(self, each.name)
-            if isinstance(value, float | int):
-                self._check(each.name, value, **each.metadata)
-
-    def _check(
-        self,
-        key: str,
-        value: float,
-        *,
-        at_least: float | None = None,
-        above: float | None = None,
-        at_most: float | None = None,
-    ) -> None:
-        if at_least is not None and not value >= at_least:
-            raise self.refusal(f"{key}={value:g} is below {at_least:g}")
-        if above is not None and not value > above:
-            raise self.refusal(f"{key}={value:g} is not above {above:g}")
-        if at_most is not None and not value <= at_most:
-            raise self.refusal(f"{key}={value:g} is above {at_most:g}")
-        if math.isnan(value):
-            raise self.refusal(f"{key}=nan is no number")
-
-    def refuse_empty_range(self, low: float | None, high: float | None) -> None:
-        """Raise InvalidConfigError if nothing is between these bounds; None is no bound."""
-        if low is not None and high is not None and low > high:
-            raise self.refusal(f"low={low:g} is above high={high:g}")
+            value, bounds = getattr(self, each.name), each.metadata.get("bounds")
+            if bounds is not None and value is not None and (problem := bounds.problem(value)):
+                raise self.refusal(f"{each.name}={problem}")
 
     def refusal(self, message: str) -> InvalidConfigError:
         """Return the error with this message, for the option and the name."""
@@ -80,6 +95,10 @@ class NamedSettings:
     def parameters(self) -> dict[str, Any]:
         """Return key to value, with the defaults."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def default_of(self, key: str) -> Any:
+        """Return the default of a parameter."""
+        return next(each.default for each in fields(self) if each.name == key)
 
     def __str__(self) -> str:
         changed = {

@@ -22,13 +22,9 @@ from turnstream.types import Rows
 from turnstream.worker import corrections, losses, policy_losses
 from turnstream.worker.losses import aggregate, masked
 from turnstream.worker.tensors import RowTensors
-from turnstream_server.trainer.objectives.config import (
-    ClipCov,
-    KlCov,
-    KlPenalty,
-    ObjectiveConfig,
-)
+from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.named_settings import NamedSettings
+from turnstream_server.trainer.objectives.parameters import ClipCov, KlCov, KlPenalty
 from turnstream_server.trainer.objectives.recount import recounted
 from turnstream_server.trainer.objectives.scores import Gather, PreparedPart, TokenScores, one_rank
 from turnstream_server.trainer.objectives.statistics import Statistics

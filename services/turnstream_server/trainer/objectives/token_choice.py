@@ -16,7 +16,7 @@ from torch import Tensor
 from turnstream.worker.losses import clipped_exp, log_ratio
 from turnstream.worker.policy_losses import covariances
 from turnstream.worker.tensors import RowTensors
-from turnstream_server.trainer.objectives.config import ClipCov, KlCov
+from turnstream_server.trainer.objectives.parameters import ClipCov, KlCov
 from turnstream_server.trainer.objectives.scores import Gather, PreparedPart, TokenScores
 
 _DIGITS = 6

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
-from turnstream_server.trainer.objectives.config import CORRECTIONS
+from turnstream_server.trainer.objectives.parameters import CORRECTIONS
 
 Kind = Literal["gauge", "counter", ""]
 

@@ -35,7 +35,7 @@ def test_critic_loss_and_gradient_agree_with_a_float64_reference(
 ) -> None:
     expected, clipped, gradients = _reference(_mini_batch(), clip=clip)
     model = make_value_model()
-    text = f"learning_rate=0,value_clip={'none' if clip is None else clip}"
+    text = f"learning_rate=1e-9,value_clip={'none' if clip is None else clip}"
     critic = make_critic(model, text=text, layout=layout)
 
     found = critic.update(_mini_batch(micro_batches=cut))

@@ -59,7 +59,11 @@ def test_defaults_are_those_of_the_functions() -> None:
         ("policy:lam=none", "critic: lam='none' is no number"),
         ("policy:value_clip=0", "critic: value_clip=0 is not above 0"),
         ("policy:length_alpha=0", "critic: length_alpha=0 is not above 0"),
-        ("policy:learning_rate=-1", "critic: learning_rate=-1 is below 0"),
+        ("policy:length_alpha=1e9,lam=0.9", "critic: lam=0.9 does not go with length_alpha"),
+        *(
+            (f"policy:learning_rate={rate}", f"critic: learning_rate={rate} is {problem}")
+            for rate, problem in (("-1", "not above 0"), ("0", "not above 0"), ("inf", "above 1e"))
+        ),
         ("policy:whiten=yes", "critic: whiten='yes' is not one of true, false"),
     ],
 )
@@ -79,6 +83,11 @@ def test_kl_in_the_reward_is_refused_without_a_critic() -> None:
 
     assert config.objective.kl is not None
     assert config.objective.kl.place == "reward"
+
+
+def test_critic_whose_advantages_no_loss_reads_is_refused() -> None:
+    with pytest.raises(InvalidConfigError, match=r"^--critic: --loss cross_entropy does not read"):
+        TrainerConfig(run="run", folder=Path(), critic="policy", loss="cross_entropy")
 
 
 def test_critic_is_needed_exactly_for_runs_of_gae() -> None:
