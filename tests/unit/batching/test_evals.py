@@ -33,6 +33,7 @@ from turnstream.types import (
     Purpose,
     SealedTrajectory,
     Spread,
+    Status,
     TrajectoryState,
 )
 
@@ -65,6 +66,23 @@ def test_evaluation_ends_when_each_sample_is_sealed_and_is_never_ready() -> None
         best=1.0,
     )
     assert (folded.num_ready, folded.num_open_groups, folded.state.undecided) == (0, 0, [])
+
+
+@pytest.mark.parametrize("of", [CONFIG, GDPO], ids=lambda each: each.estimator)
+def test_evaluation_counts_failed_samples_with_a_reward_of_zero(of: BatchingConfig) -> None:
+    failed = [
+        dataclasses.replace(
+            sealed(sample=sample, reward=None), status=Status.ERROR, tags={"task": "a"}
+        )
+        for sample in (2, 3)
+    ]
+    events = [evaluation(4), sealed(reward=1.0), sealed(sample=1, reward=1.0), *failed]
+
+    _, (ended,) = fold(events, of)
+
+    assert (ended.result.num_trajectories, ended.result.num_lost) == (4, 0)
+    assert (ended.result.reward.num, ended.result.reward.mean) == (4, 0.5)
+    assert ended.total.figures.tags["task"].values["a"].reward_mean == 0.0
 
 
 @pytest.mark.parametrize("end", [abandoned(1), died(1), DEADLINE])

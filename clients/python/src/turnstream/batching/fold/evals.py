@@ -15,7 +15,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.decisions import GroupEvaluated
 from turnstream.batching.scoring.rewards import MAX_REWARD, trajectory_reward
 from turnstream.batching.scoring.tag_statistics import sum_up
-from turnstream.types import EvalGroup, EvalResult, GroupOpened, SealedTrajectory, Spread
+from turnstream.types import EvalGroup, EvalResult, GroupOpened, SealedTrajectory, Spread, Status
 
 MAX_OPEN_RESULTS: Final = 64
 """Versions whose results may still grow; results of older ones are final, and not kept here."""
@@ -80,7 +80,8 @@ class EvalResults:
 def eval_reward(sealed: SealedTrajectory, config: BatchingConfig) -> float | None:
     """Return the reward by the run's source, without penalties of length; None if there is none.
 
-    Where the run compares components it is their weighted sum, or the outcome if one is missing.
+    Where the run compares components it is their weighted sum, or the outcome if one is missing. A
+    failed trajectory without a reward counts with 0: without it, failures would raise the mean.
     """
     components = sealed.reward_components
     if config.estimator == "gdpo" and all(n in components for n, _ in config.component_weights):
@@ -89,7 +90,9 @@ def eval_reward(sealed: SealedTrajectory, config: BatchingConfig) -> float | Non
         reward = sealed.reward
     else:
         reward = trajectory_reward(sealed, source=config.reward_source)
-    return reward if reward is not None and abs(reward) <= MAX_REWARD else None
+    if reward is None:
+        return 0.0 if sealed.status is Status.ERROR else None
+    return reward if abs(reward) <= MAX_REWARD else None
 
 
 def group_result(
