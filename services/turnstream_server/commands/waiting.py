@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, cast
 
 import redis.asyncio
@@ -58,8 +59,19 @@ class ResultWaiter:
         finally:
             await cancel_all([task])
 
-    async def result(self, request_id: RequestId, *, timeout_s: float) -> bytes | None:
+    async def result(
+        self,
+        request_id: RequestId,
+        *,
+        timeout_s: float,
+        idle: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
+    ) -> bytes | None:
         """Return the stored bytes of a result; None if it is not there after `timeout_s`.
+
+        Args:
+            request_id: the request.
+            timeout_s: longest wait.
+            idle: makes a context in which the call waits and does nothing else.
 
         Raises:
             UnknownRequestError: there is no such request.
@@ -75,7 +87,7 @@ class ResultWaiter:
                 if (found := await self._read(request_id)) is not None:
                     return found
                 try:
-                    async with asyncio.timeout_at(deadline_s):
+                    async with asyncio.timeout_at(deadline_s), idle():
                         await notified.wait()
                 except TimeoutError:
                     return await self._read(request_id)

@@ -1,7 +1,9 @@
-"""Limits of requests, before any route: rate and bytes of each key, and the size of a body."""
+"""Limits of requests, before any route: places and rate of each key, and the size of a body."""
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
 import math
 import time
 from typing import Final
@@ -11,34 +13,51 @@ from fastapi.responses import Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from turnstream.errors import TurnstreamError
+from turnstream.errors import RejectedError, TurnstreamError
 from turnstream_server.gateway.access import IDENTITY, secret_of
-from turnstream_server.gateway.bodies import json_response
+from turnstream_server.gateway.bodies import IN_LOOP_BYTES, json_response
+from turnstream_server.gateway.places import Place, Places
 from turnstream_server.gateway.rest.app import PREFIX
 from turnstream_server.gateway.rest.problems import Problem, problem_of, response
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.gateway.web_pages import refusal_of
+from turnstream_server.keys.access import KeyChecks
 from turnstream_server.keys.limits import Meter, Meters, too_fast
-from turnstream_server.keys.records import ApiKey
+from turnstream_server.keys.records import LOCAL_KEY, ApiKey, KeyLimits
 
 _STRANGER_BYTES: Final = 64 << 10
 """Largest body of a request without an accepted key: it is read before the key is required."""
+
+_STRANGER_LIMITS: Final = KeyLimits(requests_per_s=100.0)
+"""Limits of the requests without an accepted key, of each address."""
+
+_MAX_REQUESTS: Final = 4_096
+"""Requests of one key, or without a known key from one address, at the same time."""
+
+_REFUSALS: Final = KeyLimits(requests_per_s=10.0)
+"""Refusals that a caller receives at once; each further one takes `_SLOW_S`."""
+
+_SLOW_S: Final = 1.0
 
 
 class LimitedApp:
     """An application whose requests are limited by their keys.
 
     It identifies the key of each request, for the routes too. A request without an accepted
-    key is passed on, because some routes need none.
+    key is passed on, because some routes need none; its address stands for the key.
     """
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app
         self._gateway = gateway
         self._meters = Meters()
+        self._refusals = Meters()
+        self._small = Places(shared=2, alone=16)
+        self._large = Places(shared=1, alone=4)
+        self._strangers = Places(shared=1, alone=1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it with status 413 or 429."""
+        """Answer a request, or refuse it with status 403, 413, 415 or 429."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -49,43 +68,94 @@ class LimitedApp:
         if page is not None:
             await _refused(scope, page.status, page.text)(scope, receive, send)
             return
-        try:
-            scope[IDENTITY] = await self._gateway.keys.identify(secret_of(headers))
-        except TurnstreamError as error:
-            scope[IDENTITY] = error
-        now_s = time.monotonic()
-        limit, meter = self._limits_of(scope[IDENTITY], now_s=now_s)
-        declared = _declared_bytes(headers)
-        if declared > limit:
-            found = scope[IDENTITY]
-            is_known = isinstance(found, ApiKey)
-            too_large = _refused(scope, 413, _too_large_text(limit))
-            refusal = too_large if is_known else _not_known(scope, found)
-            await refusal(scope, receive, send)
-            return
-        wait_s = 0.0 if meter is None else meter.admit(declared, now_s=now_s)
-        if wait_s:
-            await _too_fast(scope, scope[IDENTITY], wait_s)(scope, receive, send)
-            return
-        body = _Body(receive, limit=limit, declared=declared, meter=meter)
-        await self._app(scope, body.receive, send)
+        error = await self._identify(scope, headers)
+        if error is None:
+            error = await self._answer(scope, headers, receive, send)
+        if error is not None:
+            owner = LOCAL_KEY._replace(key_id=_owner_of(scope), limits=_REFUSALS)
+            if self._wait_s(self._refusals, owner):
+                await asyncio.sleep(_SLOW_S)
+            await _too_many(scope, error)(scope, receive, send)
 
-    def _limits_of(
-        self, found: ApiKey | TurnstreamError, *, now_s: float
-    ) -> tuple[int, Meter | None]:
-        """Return the largest body of a request, and the use of its key."""
+    async def _identify(self, scope: Scope, headers: Headers) -> RejectedError | None:
+        """Note the key of a request in its scope; return why the key is not looked up.
+
+        Keys that are not known are looked up one by one, and not often for one address.
+        """
+        keys, secret = self._gateway.keys, secret_of(headers)
+        if keys.is_known(secret):
+            scope[IDENTITY] = await _identified(keys, secret)
+            return None
+        owner = _owner_of(scope)
+        if self._strangers.num_present(owner) >= _MAX_REQUESTS:
+            return _too_many_present(owner)
+        async with self._strangers.lent(owner) as place:
+            await place.take()
+            stranger = LOCAL_KEY._replace(key_id=owner, limits=_STRANGER_LIMITS)
+            is_known = keys.is_known(secret)  # by now
+            if not is_known and (wait_s := self._wait_s(self._meters, stranger)):
+                text = f"too many requests without an accepted key came from {owner}"
+                return RejectedError(f"{text}: wait {wait_s:.1f} s", wait_s)
+            scope[IDENTITY] = await _identified(keys, secret)
+        return None
+
+    async def _answer(
+        self, scope: Scope, headers: Headers, receive: Receive, send: Send
+    ) -> RejectedError | None:
+        """Answer a request whose key was looked up; return why it is refused for now."""
+        found, declared = scope[IDENTITY], _declared_bytes(headers)
+        limit = self._max_bytes(found)
+        if declared > limit:
+            refusal = _refused(scope, 413, _too_large_text(limit))
+            if not isinstance(found, ApiKey):
+                refusal = _not_known(scope, found)
+            await refusal(scope, receive, send)
+            return None
+        is_chunked, owner = "transfer-encoding" in headers, _owner_of(scope)
+        places = self._small
+        if not isinstance(found, ApiKey):
+            places = self._strangers
+        elif declared > IN_LOOP_BYTES or is_chunked:
+            places = self._large
+        if places.num_present(owner) >= _MAX_REQUESTS:
+            return _too_many_present(found.name if isinstance(found, ApiKey) else owner)
+        meter = None
+        if isinstance(found, ApiKey):
+            now_s = time.monotonic()
+            meter = self._meters.of(found, now_s=now_s)
+            if meter is not None and (wait_s := meter.admit(declared, now_s=now_s)):
+                return too_fast(found, wait_s=wait_s)
+        async with places.lent(owner) as place:
+            body = _Body(receive, place, limit=limit, declared=declared, meter=meter)
+            if not declared and not is_chunked:
+                await body.end()
+            await self._app(scope, body.receive, _giving_back(place, send))
+        return None
+
+    def _wait_s(self, meters: Meters, owner: ApiKey) -> float:
+        """Count a request; return the seconds until it may be counted, 0 if it was."""
+        now_s = time.monotonic()
+        meter = meters.of(owner, now_s=now_s)
+        return 0.0 if meter is None else meter.admit(0, now_s=now_s)
+
+    def _max_bytes(self, found: ApiKey | TurnstreamError) -> int:
+        """Return the largest body of a request."""
         most = self._gateway.options.max_body_bytes
         if isinstance(found, TurnstreamError):
-            return min(most, _STRANGER_BYTES), None
+            return min(most, _STRANGER_BYTES)
         own = found.limits.max_body_bytes
-        return most if own is None else min(most, own), self._meters.of(found, now_s=now_s)
+        return most if own is None else min(most, own)
 
 
 class _Body:
-    """The body of a request, counted as it arrives."""
+    """The body of a request, counted as it arrives. At its end the request takes its place."""
 
-    def __init__(self, receive: Receive, *, limit: int, declared: int, meter: Meter | None) -> None:
+    def __init__(
+        self, receive: Receive, place: Place, *, limit: int, declared: int, meter: Meter | None
+    ) -> None:
         self._receive = receive
+        self._place = place
+        self._has_ended = False
         self._limit = limit
         self._num_counted = declared
         self._meter = meter
@@ -100,7 +170,50 @@ class _Body:
             self._num_counted = self._num_bytes
         if self._num_bytes > self._limit:
             raise HTTPException(413, _too_large_text(self._limit))
+        if not message.get("more_body"):
+            await self.end()
         return message
+
+    async def end(self) -> None:
+        """Take the place, once."""
+        if not self._has_ended:
+            self._has_ended = True
+            await self._place.take()
+
+
+def _giving_back(place: Place, send: Send) -> Send:
+    """Return `send` that gives the place back first: a client may read an answer slowly."""
+
+    async def giving_back(message: Message) -> None:
+        place.give_back()
+        await send(message)
+
+    return giving_back
+
+
+async def _identified(keys: KeyChecks, secret: str) -> ApiKey | TurnstreamError:
+    """Return the key of a request, or the error of the check."""
+    try:
+        return await keys.identify(secret)
+    except TurnstreamError as error:
+        return error
+
+
+def _owner_of(scope: Scope) -> str:
+    """Return the id of the key of a request, or its network if no key is accepted.
+
+    The network is the address of the client, and for IPv6 the first 64 bits of it.
+    """
+    found = scope.get(IDENTITY)
+    if isinstance(found, ApiKey):
+        return found.key_id
+    client = scope.get("client") or ("unknown", 0)
+    try:
+        address = ipaddress.ip_address(client[0])
+    except ValueError:
+        return client[0]
+    num_bits = 32 if isinstance(address, ipaddress.IPv4Address) else 64
+    return str(ipaddress.ip_network((address, num_bits), strict=False).network_address)
 
 
 def _declared_bytes(headers: Headers) -> int:
@@ -128,12 +241,16 @@ def _too_large_text(limit: int) -> str:
     return f"the body has more than {limit} bytes"
 
 
-def _too_fast(scope: Scope, key: ApiKey, wait_s: float) -> Response:
-    error = too_fast(key, wait_s=wait_s)
+def _too_many_present(owner: str) -> RejectedError:
+    return RejectedError(f"{owner!r} has {_MAX_REQUESTS} requests in progress, the limit", _SLOW_S)
+
+
+def _too_many(scope: Scope, error: RejectedError) -> Response:
+    """Return the answer to a request that may be accepted later."""
     if _is_rest(scope):
         return response(problem_of(error))
     refusal = json_response({"detail": error.message}, status=429)
-    refusal.headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
+    refusal.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 0)))
     return refusal
 
 

@@ -13,6 +13,7 @@ from turnstream.errors import UnavailableError
 from turnstream_server.commands.bases import read_bases
 from turnstream_server.commands.request_ids import RequestId
 from turnstream_server.commands.waiting import ResultWaiter
+from turnstream_server.gateway.places import without_place
 from turnstream_server.telemetry.declarations import HELD_POLLS
 from turnstream_server.telemetry.instruments import gauge
 
@@ -87,12 +88,12 @@ class Polls:
                 if not is_checked:
                     await check()
                     is_checked = True
-                return await self._waiter.result(request_id, timeout_s=left_s)
+                return await self._waiter.result(request_id, timeout_s=left_s, idle=without_place)
             except UnavailableError as error:
                 if not left_s:
                     return None
                 logger.debug("a poll waits for the store: %s", error)
-            async with asyncio.timeout_at(deadline_s):
+            async with asyncio.timeout_at(deadline_s), without_place():
                 await asyncio.shield(self._until_back())
 
     def _until_back(self) -> asyncio.Task[None]:

@@ -19,6 +19,7 @@ from turnstream.store.client.cancellation import cancel_all
 from turnstream.store.client.connection import MAX_BLOCK_S, AsyncLink
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import pack
+from turnstream_server.gateway.places import without_place
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +121,10 @@ class StreamWaits:
                 stack.enter_context(self._waiting(name, EntryId.parse(entry_id), notified))
             if self._reading is None:
                 self._reading = asyncio.create_task(self._read(), name="stream-waits")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await notified.wait()
+            async with without_place():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(timeout_s):
+                        await notified.wait()
         self._check_open()
 
     def close(self) -> None:

@@ -63,6 +63,13 @@ class KeyChecks:
         self._client = client
         self._found: dict[str, _Found] = {}
 
+    def is_known(self, secret: str) -> bool:
+        """Return whether a key was accepted lately, or every key is accepted."""
+        if not self.requires_key and (not secret or secret.startswith(PREFIX)):
+            return True
+        found = self._found.get(key_id_of(secret))
+        return found is not None and found.key is not None
+
     async def identify(self, secret: str) -> ApiKey:
         """Return what a key allows.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 from typing import Any, Final
 
@@ -12,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from turnstream.errors import TurnstreamError
 from turnstream.types.names import shown
+from turnstream_server.gateway.rest.bodies import JSON
 from turnstream_server.gateway.rest.commands import store
 from turnstream_server.gateway.rest.ingest import groups, rewards, turns
 from turnstream_server.gateway.rest.ingest.requests import add_ingest_state
@@ -70,6 +73,7 @@ def make_rest_app(gateway: Gateway) -> FastAPI:
         summary="The data service between LLM rollouts and training.",
         version="1",
         responses=_PROBLEMS,
+        openapi_url=None,  # its route makes the document again for each request
         docs_url=None,  # its page loads scripts from another server
         redoc_url=None,
     )
@@ -80,11 +84,30 @@ def make_rest_app(gateway: Gateway) -> FastAPI:
     events.add_event_state(app)
     for router in ROUTERS:
         app.include_router(router)
+    app.add_route("/openapi.json", _Document(app).get, methods=["GET"])
     app.add_exception_handler(TurnstreamError, _refuse)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Exception, _failed)
     return app
+
+
+class _Document:
+    """The OpenAPI document of an application, which is made once, in a thread."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+        self._making: asyncio.Task[bytes] | None = None
+
+    async def get(self, _: Request) -> Response:
+        """Return the document. It needs no key."""
+        if self._making is None:
+            self._making = asyncio.create_task(asyncio.to_thread(self._made))
+        return Response(await asyncio.shield(self._making), media_type=JSON)
+
+    def _made(self) -> bytes:
+        document = {**self._app.openapi(), "servers": [{"url": PREFIX}]}
+        return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 async def _refuse(_: Request, error: Exception) -> Response:

@@ -17,6 +17,7 @@ from turnstream.store.client.deadlines import SOCKET_TIMEOUT_S, is_silence
 from turnstream.store.client.http_address import COMMANDS, INSTANCE, REPLIES
 from turnstream.store.client.scripts import pack
 from turnstream_server.gateway.bodies import Body, off_loop
+from turnstream_server.gateway.places import Held, give_place_back
 from turnstream_server.gateway.rest.access import Known
 from turnstream_server.gateway.rest.commands.links import StoreLinks
 from turnstream_server.gateway.rest.commands.packing import pack_replies
@@ -30,6 +31,9 @@ _MAX_LINKS: Final = 16
 _MAX_BLOCKED: Final = 1_000
 """Publishers whose groups wait for capacity, at most; a store has 10,000 connections."""
 
+_MAX_BLOCKED_OF_KEY: Final = 250
+"""Those of one key."""
+
 _LATE_S: Final = 5.0
 """Time for the reply of a blocking read, after its time."""
 
@@ -41,12 +45,15 @@ class _Links(NamedTuple):
 
     quick: StoreLinks
     blocked: StoreLinks
+    held: Held
 
 
 def add_store_links(app: FastAPI, gateway: Gateway) -> None:
     """Add the connections that the route uses; blocking reads end before the gateway stops."""
     url = gateway.options.redis_url
-    links = _Links(StoreLinks(url, max_links=_MAX_LINKS), StoreLinks(url, max_links=_MAX_BLOCKED))
+    held = Held("blocking reads", num=_MAX_BLOCKED, num_of_key=_MAX_BLOCKED_OF_KEY)
+    quick, blocked = (StoreLinks(url, max_links=each) for each in (_MAX_LINKS, _MAX_BLOCKED))
+    links = _Links(quick, blocked, held)
     gateway.closing.push_async_callback(links.blocked.close, ends_lent=True)
     gateway.resources.push_async_callback(links.quick.close)
     app.state.store_links = links
@@ -96,8 +103,17 @@ async def send_commands(
     if not plan.sent:
         return _answer(plan, [])
     links: _Links = request.app.state.store_links
-    lender = links.blocked if plan.block_s else links.quick
-    timeout_s = plan.block_s + _LATE_S if plan.block_s else SOCKET_TIMEOUT_S
+    if not plan.block_s:
+        return await _exchange(plan, links.quick, instance, timeout_s=SOCKET_TIMEOUT_S)
+    with links.held.one_more(caller.key.key_id):
+        give_place_back()
+        return await _exchange(plan, links.blocked, instance, timeout_s=plan.block_s + _LATE_S)
+
+
+async def _exchange(
+    plan: Plan, lender: StoreLinks, instance: str | None, *, timeout_s: float
+) -> Response:
+    """Return the answer with the replies to the sent commands of a plan."""
     replies: list[Any] | None = None
     try:
         async with lender.lent() as link:

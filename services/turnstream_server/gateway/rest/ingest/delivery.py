@@ -36,8 +36,8 @@ from turnstream_server.gateway.rest.ingest.stored import StoredTrajectory, read_
 from turnstream_server.gateway.rest.ingest.writers import IngestPublisher, IngestWriter
 from turnstream_server.gateway.rest.ingest.writes import Write
 
-_PAUSE_EVERY: Final = 32
-"""Writes after which other requests have their turn."""
+_PAUSE_AFTER_S: Final = 0.001
+"""Time for the writes of one request, after which other requests have their turn."""
 
 _MAX_READS: Final = 16
 """Trajectories that are read from the store at the same time."""
@@ -116,11 +116,14 @@ class Delivery:
     async def _send(self, writes: Sequence[Write]) -> list[_Sent]:
         """Hand all writes that follow the cached turns to the publisher; return their receipts."""
         sent: list[_Sent] = []
-        for number, write in enumerate(writes, 1):
+        clock = asyncio.get_running_loop().time
+        pause_s = clock() + _PAUSE_AFTER_S
+        for write in writes:
             if (done := await self._send_one(write)) is not None:
                 sent.append(done)
-            if number % _PAUSE_EVERY == 0:
+            if clock() >= pause_s:
                 await asyncio.sleep(0)
+                pause_s = clock() + _PAUSE_AFTER_S
         return sent
 
     async def _send_one(self, write: Write) -> _Sent | None:

@@ -13,7 +13,7 @@ from fastapi import Depends, FastAPI, Header, Request
 from turnstream.errors import InvalidTurnError
 from turnstream.types import TrajectoryKey
 from turnstream_server.gateway.bodies import off_loop
-from turnstream_server.gateway.rest.access import Produce, RunName
+from turnstream_server.gateway.rest.access import Caller, Produce, RunName
 from turnstream_server.gateway.rest.bodies import ARROW, JSON, media_type_of, read_content
 from turnstream_server.gateway.rest.ingest.publishers import Publishers, RunWriter, Slots
 from turnstream_server.gateway.rest.problems import MEDIA_TYPE, Problem
@@ -103,10 +103,10 @@ class IngestCall:
     def __init__(
         self,
         request: Request,
-        run: RunName,
-        caller: Produce,
-        writer: WriterName = None,
-        key: IdempotencyKey = None,
+        run: str,
+        caller: Caller,
+        writer: str | None = None,
+        key: str | None = None,
     ) -> None:
         self.run = run
         self.caller = caller
@@ -163,4 +163,15 @@ class IngestCall:
                 self.publishers.keep(lent, slots.values())
 
 
-Call = Annotated[IngestCall, Depends(IngestCall)]
+async def _ingest_call(
+    request: Request,
+    run: RunName,
+    caller: Produce,
+    writer: WriterName = None,
+    key: IdempotencyKey = None,
+) -> IngestCall:
+    """Return the call of a request. A class would be called in a thread."""
+    return IngestCall(request, run, caller, writer, key)
+
+
+Call = Annotated[IngestCall, Depends(_ingest_call)]

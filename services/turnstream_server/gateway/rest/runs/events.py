@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Annotated, Final, Literal
 
 from fastapi import APIRouter, FastAPI, Header, Query, Request
@@ -27,10 +27,12 @@ from turnstream.types.names import shown
 from turnstream_server.bus.core.scan import EventEntry, entry_ms
 from turnstream_server.gateway.access import secret_of
 from turnstream_server.gateway.bodies import off_loop
+from turnstream_server.gateway.places import Held
 from turnstream_server.gateway.rest.access import Read, RunName
 from turnstream_server.gateway.rest.problems import problem_of
 from turnstream_server.gateway.rest.runs.event_follower import BEGINNING, EventFollower
 from turnstream_server.gateway.state import Gateway
+from turnstream_server.keys.records import ApiKey
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,9 @@ UNREADABLE: Final = "unreadable"
 
 MAX_STREAMS: Final = 512
 """Responses at the same time in one process."""
+
+MAX_OF_KEY: Final = 128
+"""Responses at the same time for one key."""
 
 _RETRY_S: Final = 0.5
 _ID: Final = re.compile(r"\d{1,19}-\d{1,19}")
@@ -72,30 +77,9 @@ Start = Annotated[
 ]
 
 
-class Followers:
-    """The responses in progress of one process."""
-
-    def __init__(self) -> None:
-        self._num = 0
-
-    def check(self) -> None:
-        """Raise RejectedError if there are as many as there may be."""
-        if self._num >= MAX_STREAMS:
-            raise RejectedError(f"{self._num} streams of events are open, the limit", 5.0)
-
-    @contextlib.contextmanager
-    def one_more(self) -> Iterator[None]:
-        """Count one more in the block."""
-        self._num += 1
-        try:
-            yield
-        finally:
-            self._num -= 1
-
-
 def add_event_state(app: FastAPI) -> None:
     """Add what the responses share."""
-    app.state.followers = Followers()
+    app.state.followers = Held("streams of events", num=MAX_STREAMS, num_of_key=MAX_OF_KEY)
 
 
 _EXAMPLE: Final = (
@@ -134,7 +118,7 @@ async def get_events(
     """
     wanted = _wanted(kinds)
     after = BEGINNING if last_event_id is None else _checked_id(last_event_id)
-    request.app.state.followers.check()
+    request.app.state.followers.check(caller.key.key_id)
     run_id = await find_run_async(caller.client, run)
     follower = EventFollower(caller.gateway, run_id, after=after)
     if last_event_id is None and start == "newest":
@@ -142,7 +126,7 @@ async def get_events(
     first = await follower.read()
     if follower.is_deleted:
         raise no_such_run(run_id)
-    messages = _messages(request, follower, first, wanted=wanted)
+    messages = _messages(request, caller.key, follower, first, wanted=wanted)
     return StreamingResponse(messages, media_type=EVENT_STREAM, headers=_HEADERS)
 
 
@@ -150,14 +134,19 @@ _HEADERS: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # ng
 
 
 async def _messages(
-    request: Request, follower: EventFollower, first: list[EventEntry], *, wanted: Collection[str]
+    request: Request,
+    key: ApiKey,
+    follower: EventFollower,
+    first: list[EventEntry],
+    *,
+    wanted: Collection[str],
 ) -> AsyncIterator[str]:
     """Yield the messages of a response, until the run is deleted or the process stops."""
-    followers: Followers = request.app.state.followers
+    followers: Held = request.app.state.followers
     clock = asyncio.get_running_loop().time
     entries, sent_s, checked_s = first, clock(), clock()
-    with followers.one_more():
-        try:
+    try:
+        with followers.one_more(key.key_id):
             while True:
                 if text := await _encoded(entries, wanted):
                     yield text
@@ -172,11 +161,11 @@ async def _messages(
                     # An id without data is noted by clients too: they have seen all before it.
                     yield f"id: {follower.position}\n: heartbeat\n\n"
                     sent_s = clock()
-        except UnavailableError:
-            return  # the process stops
-        except RejectedError as error:
-            problem = problem_of(error).model_dump_json(exclude_none=True)
-            yield f"event: error\ndata: {problem}\n\n"
+    except UnavailableError:
+        return  # the process stops
+    except RejectedError as error:
+        problem = problem_of(error).model_dump_json(exclude_none=True)
+        yield f"event: error\ndata: {problem}\n\n"
 
 
 async def _next_entries(follower: EventFollower, *, within_s: float) -> list[EventEntry]:

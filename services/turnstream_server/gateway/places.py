@@ -1,0 +1,195 @@
+"""Places for requests in work: each key has a few, and its other requests wait in order.
+
+All requests of a process share one event loop and one interpreter. Without places, a request waits
+for every request in work of the other keys. With them, it waits for a few of each key, however many
+connections that key has.
+
+- A request with a body takes its place once the body is there: a slow upload holds none.
+- A request that waits for something holds none: a poll, an event stream, a wait for a task. An
+  answer that is being sent holds none.
+- A place is held for two seconds at most, because the store may be away or silent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextvars import ContextVar
+from typing import Final
+
+from turnstream.errors import RejectedError
+
+_HELD_S: Final = 2.0
+"""Longest time for which a request holds its place."""
+
+_SHARED_S: Final = 60.0
+"""Time after a request of another key in which a process counts as shared."""
+
+_RETRY_S: Final = 5.0
+
+_PRESENT: ContextVar[Place | None] = ContextVar("place", default=None)
+
+
+class Places:
+    """The places of one process, by the name of their owner.
+
+    Args:
+        shared: requests in work of one owner, while others use the process.
+        alone: requests in work of an owner that is alone: it waits for a slow disk, too.
+    """
+
+    def __init__(self, *, shared: int, alone: int) -> None:
+        self._shared = shared
+        self._alone = alone
+        self._queues: dict[str, _Queue] = {}
+        self._newest_owner: str | None = None
+        self._shared_until_s = 0.0
+
+    @property
+    def limit(self) -> int:
+        """Return the number of requests in work that one owner may have now."""
+        return self._shared if _now_s() < self._shared_until_s else self._alone
+
+    def num_present(self, owner: str) -> int:
+        """Return the number of requests of an owner, waiting ones included."""
+        queue = self._queues.get(owner)
+        return 0 if queue is None else queue.num_present
+
+    @contextlib.asynccontextmanager
+    async def lent(self, owner: str) -> AsyncIterator[Place]:
+        """Yield the place of a request, not yet taken; it is given back after the block."""
+        if owner != self._newest_owner:
+            is_first = self._newest_owner is None
+            self._newest_owner = owner
+            self._shared_until_s = 0.0 if is_first else _now_s() + _SHARED_S
+        queue = self._queues.setdefault(owner, _Queue(self))
+        place = Place(queue)
+        token = _PRESENT.set(place)
+        queue.num_present += 1
+        try:
+            yield place
+        finally:
+            place.give_back()
+            _PRESENT.reset(token)
+            queue.num_present -= 1
+            if not queue.num_present:
+                del self._queues[owner]
+
+
+class _Queue:
+    """The requests of one owner.
+
+    Attributes:
+        num_present: all of them.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self.num_present = 0
+        self._places = places
+        self._num_taken = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def take(self) -> None:
+        """Take a place, in order."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._grant()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # the place came in the same moment
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """Pass a place on to the next request."""
+        self._num_taken -= 1
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiting and (self._waiting[0].done() or self._num_taken < self._places.limit):
+            turn = self._waiting.popleft()
+            if not turn.done():
+                self._num_taken += 1
+                turn.set_result(None)
+
+
+class Place:
+    """The place of one request."""
+
+    def __init__(self, queue: _Queue) -> None:
+        self._queue = queue
+        self._limit: asyncio.TimerHandle | None = None
+
+    async def take(self) -> None:
+        """Wait for the place."""
+        await self._queue.take()
+        self._limit = asyncio.get_running_loop().call_later(_HELD_S, self.give_back)
+
+    def give_back(self) -> None:
+        """Give the place to the next request of the owner. Safe to repeat."""
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
+            self._queue.give_back()
+
+
+def give_place_back() -> None:
+    """Give back the place of the present request, if any: it begins to wait for something."""
+    if (place := _PRESENT.get()) is not None:
+        place.give_back()
+
+
+@contextlib.asynccontextmanager
+async def without_place() -> AsyncIterator[None]:
+    """Give the place of the present request back, if any, and take one again after the block.
+
+    The request must hold no lock. After an error in the block it has no place.
+    """
+    give_place_back()
+    yield
+    if (place := _PRESENT.get()) is not None:
+        await place.take()
+
+
+class Held:
+    """Counts requests of one kind that are held for long.
+
+    Args:
+        what: names them in an error.
+        num: most of them in the process.
+        num_of_key: most of them of one key.
+    """
+
+    def __init__(self, what: str, *, num: int, num_of_key: int) -> None:
+        self._what = what
+        self._num = num
+        self._num_of_key = num_of_key
+        self._held: dict[str, int] = {}
+
+    def check(self, key_id: str) -> None:
+        """Raise RejectedError if the process, or the key, has as many as it may have."""
+        num, own = sum(self._held.values()), self._held.get(key_id, 0)
+        if own >= self._num_of_key:
+            message = f"{own} {self._what} of this key are open, the limit of a key"
+            raise RejectedError(message, _RETRY_S)
+        if num >= self._num:
+            raise RejectedError(f"{num} {self._what} are open, the limit", _RETRY_S)
+
+    @contextlib.contextmanager
+    def one_more(self, key_id: str) -> Iterator[None]:
+        """Count one more in the block; errors as of `check`."""
+        self.check(key_id)
+        self._held[key_id] = self._held.get(key_id, 0) + 1
+        try:
+            yield
+        finally:
+            self._held[key_id] -= 1
+            if not self._held[key_id]:
+                del self._held[key_id]
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
