@@ -21,6 +21,7 @@ from turnstream_server.commands.results import Failure, Result, decode_result
 from turnstream_server.commands.samplers import (
     SampleRequest,
     SamplerRecord,
+    cancel_sample,
     submit_sample,
     write_sampler,
 )
@@ -114,6 +115,15 @@ class SamplingClient:
                     await submit_sample(client, record, number, prompt_ids, params)
                 sampled.append(Sampled(RequestId(name, number)))
         return sampled
+
+    def cancel(self, sampled: Sampled) -> None:
+        """Cancel a sample, as a gateway does."""
+
+        async def call() -> None:
+            async with connect_async(self._url) as client:
+                await cancel_sample(client, sampled.request_id)
+
+        asyncio.run(call())
 
     def stored(self, sampled: Sampled) -> Result | None:
         """Return the stored result of a sample, if there is one."""

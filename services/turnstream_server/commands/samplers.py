@@ -28,7 +28,7 @@ from turnstream.store.client.scripts import Script, run_command, run_command_asy
 from turnstream_server.commands.announcing import announce, announce_finished
 from turnstream_server.commands.contents import fingerprint
 from turnstream_server.commands.kept_results import keep_unfetched
-from turnstream_server.commands.keys import sampler_keys, samples_key
+from turnstream_server.commands.keys import sampler_keys, samples_key, session_keys
 from turnstream_server.commands.packing import pack, unpack
 from turnstream_server.commands.request_ids import RequestId, parse_request_id
 from turnstream_server.commands.results import Failure, Result, encode_result
@@ -70,6 +70,7 @@ class SampleRequest(NamedTuple):
         prompt: int32 (P,).
         params: parameters of the samples.
         entry: place in the stream.
+        owner: owner of the session; "" for a sample that an earlier release has queued.
     """
 
     request_id: RequestId
@@ -77,6 +78,12 @@ class SampleRequest(NamedTuple):
     prompt: NDArray[np.int32]
     params: SamplingParams
     entry: bytes = b""
+    owner: str = ""
+
+    @property
+    def session_id(self) -> str:
+        """Return the id of its client session."""
+        return self.request_id.target.partition(":")[0]
 
 
 async def write_sampler_async(client: redis.asyncio.Redis, record: SamplerRecord) -> None:
@@ -119,7 +126,7 @@ async def submit_sample(
     header = {"folder": record.folder, "params": dataclasses.asdict(params)}
     data = pack(header, [prompt])
     if await _submit(client, request_id, data, result=b"") != b"finished":
-        fields: dict[Any, Any] = {"r": str(request_id), "b": data}
+        fields: dict[Any, Any] = {"r": str(request_id), "b": data, "o": record.owner}
         with translating():
             await client.xadd(samples_key(record.base_model), fields)
     return request_id
@@ -135,6 +142,17 @@ async def refuse_sample(
     with translating():
         await announce(client, request_id)
     return request_id
+
+
+async def cancel_sample(client: redis.asyncio.Redis, request_id: RequestId) -> None:
+    """Fail a sample without a result; its sampler drops it within about a second."""
+    keys = sampler_keys(request_id.target)
+    result = encode_result(Failure("the sample was cancelled", "user"))
+    await run_command_async(
+        client, _FINISH([keys.sampler, keys.results], request_id.number, result)
+    )
+    with translating():
+        await announce(client, request_id)
 
 
 async def _submit(
@@ -207,6 +225,23 @@ class SampleQueue:
             entries: Any = [each.entry for each in samples]
             with translating():
                 self._client.xclaim(self._key, _GROUP, self._sampler, 0, entries, justid=True)
+
+    def unwanted(self, samples: Sequence[SampleRequest]) -> list[SampleRequest]:
+        """Return the samples that have a result, or whose session has ended or is finished."""
+        with translating():
+            pipeline = self._client.pipeline(transaction=False)
+            for each in samples:
+                keys = sampler_keys(each.request_id.target)
+                pipeline.hexists(keys.results, str(each.request_id.number))
+                pipeline.hmget(keys.sampler, "record", "ended")
+                pipeline.hexists(session_keys(each.session_id).session, "finished")
+            replies = iter(cast("list[Any]", pipeline.execute()))
+        found: list[SampleRequest] = []
+        for each in samples:
+            has_result, (record, ended), is_finished = next(replies), next(replies), next(replies)
+            if has_result or record is None or ended is not None or is_finished:
+                found.append(each)
+        return found
 
     def finish(self, sample: SampleRequest, result: Result) -> None:
         """Write the result of a sample, unless it has one, and notify its waiters."""
@@ -292,4 +327,5 @@ def _request(entry: bytes, fields: dict[bytes, bytes]) -> SampleRequest:
         prompt=prompt,
         params=SamplingParams(**values),
         entry=entry,
+        owner=fields.get(b"o", b"").decode(),
     )

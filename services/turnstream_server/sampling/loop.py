@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Final, NamedTuple, Protocol
@@ -26,6 +27,17 @@ _UNFINISHED = gauge(SAMPLES_UNFINISHED)
 
 _PAUSE_S: Final = 0.5
 """Pause after a call of the store that failed."""
+
+_CHECK_S: Final = 1.0
+"""Time between two searches for samples that were cancelled, or whose session has ended."""
+
+_LOOK_AHEAD: Final = 64
+"""Samples of one read beyond `max_unfinished`."""
+
+_LOOK_AHEAD_BYTES: Final = 64 << 20
+"""Most bytes of unfinished prompts at such a read."""
+
+_UNWANTED: Final = Failure("the sample was cancelled, or its session has ended", "user")
 
 _UPKEEP_S: Final = 30.0
 """Time between two searches for the samples of samplers that are gone."""
@@ -59,22 +71,32 @@ class SampleLoop:
     Args:
         samples: the queue. Other loops must have another name of the sampler.
         engine: it may be shared. Its unfinished samples at the end of `run` have no result.
-        max_unfinished: no more samples are read while so many have no stored result.
+        max_unfinished: no more samples are read while so many have no stored result, unless one
+            session has more than half of them. Then samples of others may wait after its own.
+        max_ahead: most unfinished samples in that case.
     """
 
     def __init__(
-        self, samples: SampleQueue, engine: SampleEngine, *, max_unfinished: int = 512
+        self,
+        samples: SampleQueue,
+        engine: SampleEngine,
+        *,
+        max_unfinished: int = 512,
+        max_ahead: int = 4096,
     ) -> None:
         self._samples = samples
         self._engine = engine
         self._max_unfinished = max_unfinished
+        self._max_ahead = max_ahead
         self._unfinished: dict[str, list[SampleRequest]] = {}
         """By request id. A request that was queued twice has two entries of the stream."""
+        self._futures: dict[str, Future[SampleResult]] = {}
         self._began_s: dict[str, float] = {}
         self._changed = threading.Condition()
         self._finished: queue.SimpleQueue[_Finished | None] = queue.SimpleQueue()
         self._is_over = threading.Event()
         self._upkeep_due_s = time.monotonic() + _UPKEEP_S
+        self._check_due_s = time.monotonic() + _CHECK_S
 
     def run(self, stop: threading.Event) -> None:
         """Sample until `stop` is set, and finish running samples for some seconds.
@@ -104,26 +126,54 @@ class SampleLoop:
     def _read(self, stop: threading.Event) -> None:
         """Submit what the queue has, unless too many samples are unfinished."""
         with self._changed:
-            self._changed.wait_for(lambda: self._space() > 0, timeout=_PAUSE_S)
+            has_space = self._changed.wait_for(lambda: self._space() > 0, timeout=_PAUSE_S)
+        if time.monotonic() >= self._check_due_s:
+            self._check_due_s = time.monotonic() + _CHECK_S
+            self._drop(self._samples.unwanted(self._running()))
         if time.monotonic() >= self._upkeep_due_s:
             self._upkeep_due_s = time.monotonic() + _UPKEEP_S
-            with self._changed:
-                running = [each for entries in self._unfinished.values() for each in entries]
-            self._samples.renew(running)
+            self._samples.renew(self._running())
             if self._space() > 0:
                 self._accept(self._samples.take_over(), stop)
-        if self._space() > 0:
+        count = self._space() if has_space else self._num_ahead()
+        if count > 0:
             # The first read after a restart returns all that this sampler had not finished.
-            self._accept(self._samples.read(count=self._space()), stop)
+            self._accept(self._samples.read(count=count, block=has_space), stop)
+
+    def _running(self) -> list[SampleRequest]:
+        with self._changed:
+            return [each for entries in self._unfinished.values() for each in entries]
 
     def _space(self) -> int:
         return self._max_unfinished - len(self._unfinished)
 
+    def _num_ahead(self) -> int:
+        """Return the number of samples to read beyond `max_unfinished`."""
+        running = self._running()
+        num_bytes = sum(each.prompt.nbytes for each in running)
+        by_session = Counter(each.session_id for each in running)
+        is_crowded = max(by_session.values(), default=0) > self._max_unfinished // 2
+        if not is_crowded or num_bytes > _LOOK_AHEAD_BYTES:
+            return 0
+        return min(_LOOK_AHEAD, self._max_ahead - len(running))
+
     def _accept(self, samples: Iterable[SampleRequest], stop: threading.Event) -> None:
         """Submit samples; after a stop the next start reads them again."""
-        for sample in samples:
-            if not stop.is_set() and self._is_new(sample):
+        found = [*samples]
+        unwanted = {str(each.request_id) for each in self._samples.unwanted(found)}
+        for sample in found:
+            if stop.is_set() or not self._is_new(sample):
+                continue
+            if str(sample.request_id) in unwanted:
+                self._finished.put(_Finished(str(sample.request_id), _UNWANTED))
+            else:
                 self._submit(sample)
+
+    def _drop(self, samples: Iterable[SampleRequest]) -> None:
+        """End samples for whose results nobody waits."""
+        for request_id in {str(each.request_id) for each in samples}:
+            if (future := self._futures.pop(request_id, None)) is not None and future.cancel():
+                self._finished.put(_Finished(request_id, _UNWANTED))
 
     def _is_new(self, sample: SampleRequest) -> bool:
         """Return whether a request does not run already; record its entry in any case."""
@@ -144,11 +194,13 @@ class SampleLoop:
         except Exception as error:  # noqa: BLE001 - one bad request is its own failure
             self._finished.put(_Finished(request_id, failure_of(error)))
         else:
+            self._futures[request_id] = future
             future.add_done_callback(functools.partial(self._on_done, request_id))
 
     def _on_done(self, request_id: str, future: Future[SampleResult]) -> None:
-        if future.cancelled():  # the engine is closed: a later start samples
+        if future.cancelled():  # dropped, or the engine is closed: then a later start samples
             return
+        self._futures.pop(request_id, None)
         error = future.exception()
         self._finished.put(
             _Finished(request_id, future.result() if error is None else failure_of(error))

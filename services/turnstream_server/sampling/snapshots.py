@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from turnstream.errors import InvalidConfigError, RejectedError, TurnstreamError
 from turnstream_server.commands.samplers import SampleRequest
 from turnstream_server.models.adapters import Adapters
+from turnstream_server.models.fair_turns import Share
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.sampler import Sampler
 from turnstream_server.models.sampling_params import SampleResult
@@ -115,7 +116,7 @@ class Snapshots:
             message = f"{strings[0]!r} needs a {_TOKENIZER_FILE} in the folder of the base model"
             raise InvalidConfigError("stop", message)
         if sample.folder is None:
-            return self._base.submit(sample.prompt, sample.params)
+            return self._base.submit(sample.prompt, sample.params, share=_share(sample))
         snapshot = find_snapshot(self._shared, sample.folder)
         with self._changed:
             if snapshot in self._loaded:
@@ -148,7 +149,9 @@ class Snapshots:
         """Submit a sample of a loaded snapshot; the caller holds the lock."""
         self._loaded.move_to_end(snapshot)
         loaded = self._loaded[snapshot]
-        future = loaded.sampler.submit(sample.prompt, sample.params, adapter=loaded.adapter)
+        future = loaded.sampler.submit(
+            sample.prompt, sample.params, adapter=loaded.adapter, share=_share(sample)
+        )
         loaded.num_unfinished += 1
         future.add_done_callback(functools.partial(self._on_done, loaded))
         return future
@@ -163,15 +166,19 @@ class Snapshots:
     def _load_and_start(
         self, snapshot: SnapshotFolder, sample: SampleRequest, result: Future[SampleResult]
     ) -> None:
+        if result.cancelled():
+            return
         try:
             if snapshot not in self._loaded:
                 self._load(snapshot)
             with self._changed:
                 started = self._start(snapshot, sample)
         except Exception as error:  # noqa: BLE001 - raised where the result is waited for
-            result.set_exception(error)
+            if result.set_running_or_notify_cancel():
+                result.set_exception(error)
         else:
             started.add_done_callback(functools.partial(_copy, result))
+            result.add_done_callback(functools.partial(_cancel, started))
 
     def _load(self, snapshot: SnapshotFolder) -> None:
         is_adapter = snapshot.is_adapter
@@ -236,10 +243,22 @@ class Snapshots:
         )
 
 
+def _share(sample: SampleRequest) -> Share:
+    return Share(sample.owner, sample.session_id)
+
+
+def _cancel(started: Future[SampleResult], result: Future[SampleResult]) -> None:
+    """End a sample whose result was cancelled."""
+    if result.cancelled():
+        started.cancel()
+
+
 def _copy(result: Future[SampleResult], source: Future[SampleResult]) -> None:
-    """Complete `result` as `source` was."""
+    """Complete `result` as `source` was, unless it is cancelled."""
     if source.cancelled():
         result.cancel()
+    elif not result.set_running_or_notify_cancel():
+        pass
     elif (error := source.exception()) is not None:
         result.set_exception(error)
     else:

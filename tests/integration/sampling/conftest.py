@@ -35,12 +35,12 @@ def sessions(client: redis.Redis, server: EmbeddedServer) -> SamplingClient:
 
 @contextlib.contextmanager
 def run_loop(
-    client: redis.Redis, base_model: str, engine: SampleEngine, *, max_unfinished: int = 512
+    client: redis.Redis, base_model: str, engine: SampleEngine, **options: int
 ) -> Iterator[None]:
     """Run a loop in the block."""
     stop = threading.Event()
     samples = SampleQueue(client, base_model, sampler="s0")
-    loop = SampleLoop(samples, engine, max_unfinished=max_unfinished)
+    loop = SampleLoop(samples, engine, **options)
     thread = threading.Thread(target=loop.run, args=(stop,))
     thread.start()
     try:

@@ -13,7 +13,7 @@ import redis
 
 from testkit import wait_until
 from testkit.sampling import ModelFolders, Sampled, SamplingClient
-from turnstream_server.commands.keys import samples_key
+from turnstream_server.commands.keys import sampler_keys, samples_key, session_keys
 from turnstream_server.commands.samplers import SampleRequest
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.models.byte_model import byte_tokenizer
@@ -23,6 +23,7 @@ from turnstream_server.models.sampling_params import (
     SamplingParams,
     StopReason,
 )
+from turnstream_server.sampling import loop
 from turnstream_server.sampling.snapshots import Snapshots
 
 Looping = Callable[..., AbstractContextManager[None]]
@@ -205,7 +206,7 @@ def test_full_loop_reads_no_more_samples(
     engine = Held()
     params = SamplingParams(max_tokens=1)
     sampled = sessions.submit(*[(None, PROMPT, params)] * 5)
-    with looping(client, sessions.base_model, engine, max_unfinished=2):
+    with looping(client, sessions.base_model, engine, max_unfinished=2, max_ahead=2):
         wait_until(lambda: len(engine.futures) == 2, describe="two samples")
         assert sessions.num_running() == 2
         for number in range(5):
@@ -215,3 +216,60 @@ def test_full_loop_reads_no_more_samples(
         failures = [sessions.failure(each) for each in sampled]
 
     assert {each.category for each in failures} == {"server"}
+
+
+def test_loop_with_a_crowd_of_one_session_reads_on_for_others(
+    client: redis.Redis, sessions: SamplingClient, looping: Looping
+) -> None:
+    engine = Held()
+    params = SamplingParams(max_tokens=1)
+    sampled = sessions.submit(*[("crowd", PROMPT, params)] * 5, ("other", PROMPT, params))
+    with looping(client, sessions.base_model, engine, max_unfinished=2):
+        wait_until(lambda: len(engine.futures) == 6, describe="the sample of the other session")
+        for future in engine.futures:
+            future.set_result(one_token(7))
+        for each in sampled:
+            sessions.result(each)
+
+
+def test_unwanted_samples_leave_the_engine_and_are_not_sampled_after_a_restart(
+    client: redis.Redis,
+    sessions: SamplingClient,
+    looping: Looping,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop, "_GRACE_S", 0.0)
+    params = SamplingParams(max_tokens=1)
+    names = ("cancelled", "finished", "ended", "wanted")
+    sampled = dict(zip(names, sessions.submit(*((n, PROMPT, params) for n in names)), strict=True))
+    engine, again = Held(), Held()
+
+    def end(name: str) -> None:
+        request_id = sampled[name].request_id
+        if name == "cancelled":
+            sessions.cancel(sampled[name])
+        elif name == "finished":
+            session_id = request_id.target.partition(":")[0]
+            client.hset(session_keys(session_id).session, "finished", "success")
+        else:
+            client.hset(sampler_keys(request_id.target).sampler, "ended", "1")
+
+    with looping(client, sessions.base_model, engine):
+        wait_until(lambda: len(engine.futures) == 4, describe="the start of the samples")
+        for name in names[:2]:
+            end(name)
+        wait_until(lambda: sessions.num_queued() == 2, describe="the end of two samples")
+        assert [each.cancelled() for each in engine.futures] == [True, True, False, False]
+        for name in names[:2]:
+            assert "was cancelled" in sessions.failure(sampled[name]).error
+        engine.futures[2].cancel()
+        engine.futures[3].cancel()  # as by an engine that is closed
+    end("ended")
+    with looping(client, sessions.base_model, again):
+        wait_until(lambda: sessions.num_queued() == 1, describe="the end of the ended sample")
+        wait_until(lambda: again.futures, describe="the start of the wanted sample")
+        again.futures[0].set_result(one_token(7))
+
+    assert len(again.futures) == 1
+    assert sessions.stored(sampled["ended"]) is None
+    assert isinstance(sessions.stored(sampled["wanted"]), SampleResult)

@@ -52,6 +52,19 @@ def test_snapshot_with_unfinished_samples_is_not_unloaded(models: ModelFolders) 
             assert len(future.result(0).sequences[0].token_ids) == 300
 
 
+def test_cancelled_samples_free_their_snapshot(models: ModelFolders) -> None:
+    endless = SamplingParams(max_tokens=4000, stop_ids=(), num_samples=4096)
+    with Snapshots(models.base, shared=models.shared, max_adapters=1) as engine:
+        # The first loads the snapshot. The snapshot of the second waits for it.
+        loading, later = start(engine, "one", endless), start(engine, "two", endless)
+        assert len(tokens(engine, None)) == 8
+
+        assert loading.cancel()
+        assert later.cancel()
+
+        assert len(tokens(engine, "two")) == 8
+
+
 def test_folder_that_is_replaced_or_gone_is_not_sampled_from(
     models: ModelFolders, tmp_path: Path
 ) -> None:
