@@ -26,12 +26,14 @@ class Lane:
 
     Attributes:
         delay_s: delay of every piece.
+        bytes_per_s: rate of the link for each new connection; 0 for no limit.
         held_until_s: time of `time.monotonic` until which all bytes are delayed.
         is_silent: whether bytes are received and not forwarded; the connection stays open.
         is_recorded: whether bytes are also kept in `recorded`, by connection.
     """
 
     delay_s: float = 0.0
+    bytes_per_s: float = 0.0
     held_until_s: float = 0.0
     is_silent: bool = False
     is_recorded: bool = False
@@ -130,6 +132,9 @@ class Proxy:
             except OSError:
                 _reset(client)
                 continue
+            for each, lane in ((client, self.requests), (server, self.replies)):
+                if lane.bytes_per_s:  # a slow link holds few bytes
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PIECE_BYTES)
             with self._lock:
                 self._sockets |= {client, server}
             self._start(lambda c=client, s=server: self._pump(c, s, self.requests))
@@ -142,7 +147,8 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := source.recv(_PIECE_BYTES):
                 kept += data if lane.is_recorded else b""
-                time.sleep(max(lane.delay_s, lane.held_until_s - time.monotonic()))
+                needs_s = len(data) / lane.bytes_per_s if lane.bytes_per_s else 0.0
+                time.sleep(max(lane.delay_s + needs_s, lane.held_until_s - time.monotonic()))
                 if lane.is_silent:
                     continue
                 with self._lock:

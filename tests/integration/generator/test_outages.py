@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
 
@@ -12,6 +13,7 @@ from testkit.stores import Store, lose_answer
 from turnstream.errors import NotReadyError, RejectedError, StoreUnavailableError
 from turnstream.generator import Publisher
 from turnstream.generator.api.trajectory_writers import TrajectoryWriter
+from turnstream.generator.transport import sender
 from turnstream.types import Trajectory, TrajectoryKey
 
 pytestmark = pytest.mark.redis
@@ -52,6 +54,22 @@ def play(episode: TrajectoryWriter, half_way: threading.Barrier) -> None:
         if number == 30:
             half_way.wait(10)
     episode.seal(1.0)
+
+
+def test_turn_is_sent_once_over_a_slow_link(
+    store: Store, proxy_to: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = store.new_run()
+    monkeypatch.setattr(sender, "SOCKET_TIMEOUT_S", 2.0)
+    proxy = proxy_to(store.url)
+    proxy.requests.bytes_per_s = 5e5
+
+    with Publisher(proxy.url, run) as publisher:
+        prompt = np.random.default_rng(0).integers(0, 1 << 30, 500_000)
+        publisher.trajectory("g", 0, num_samples=1).append(prompt, [1]).result(60)
+        statistics = publisher.statistics()
+
+    assert statistics.num_retries == 0
 
 
 def test_a_reply_lost_after_the_write_was_applied_leaves_one_copy(

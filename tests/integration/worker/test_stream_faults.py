@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 import testkit
+from harness.proxy import Proxy
 from turnstream.errors import (
     BatcherUnavailableError,
     BatchingError,
@@ -23,7 +24,8 @@ from turnstream.errors import (
     TurnstreamError,
 )
 from turnstream.types import Denominators
-from turnstream.worker import StreamStatistics
+from turnstream.wire.v1 import batches_pb2 as wire
+from turnstream.worker import BatchStream, StreamStatistics, _replicas
 
 pytestmark = pytest.mark.grpc
 
@@ -102,6 +104,39 @@ def test_damaged_mini_batch_is_fetched_again(batcher: Any) -> None:
 
     assert texts(mini_batch) == ["abCDEFG"]
     assert (statistics.num_damaged, statistics.num_mini_batches) == (2, 1)
+
+
+def test_rest_of_a_get_is_not_read_after_a_damaged_mini_batch(batcher: Any) -> None:
+    numbers = iter(range(1_000))
+
+    def damaged(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        yield from damage("abcd")(messages, context)
+        for _ in numbers:
+            yield wire.GetChunk(data=bytes(1 << 16)).SerializeToString()
+
+    batcher.chunk_bytes = 1 << 20
+    batcher.add_step(1, "abCDEFG")
+    batcher.faults = [damaged]
+
+    with batcher.stream() as stream:
+        assert texts(next(stream)) == ["abCDEFG"]
+        testkit.wait_until(lambda: batcher.num_open_gets <= 1, describe="the end of the first Get")
+
+    assert next(numbers, None) is not None
+
+
+def test_mini_batch_arrives_over_a_slow_link(batcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_replicas, "KEEPALIVE_WITHIN_S", 0.5)
+    batcher.chunk_bytes = 1 << 18
+    batcher.add_step(1, "ab" + "C" * 100_000)
+
+    with Proxy(batcher.target) as proxy:
+        proxy.replies.bytes_per_s = 3e5
+        with BatchStream(proxy.address, "run", timeout_s=60.0) as stream:
+            mini_batch = next(stream)
+
+    assert mini_batch.num_bytes > 500_000  # above the limit for a ping at this rate
+    assert len(batcher.gets) <= 4
 
 
 @pytest.mark.parametrize(

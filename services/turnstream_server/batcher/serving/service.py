@@ -61,6 +61,8 @@ _SERVER_OPTIONS: Final = (
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # On a slow link, the answer to a ping waits until the bytes that are on their way have arrived.
+    ("grpc.http2.ping_timeout_ms", 300_000),
     # Clients ping every 2 s while a call is open, to notice a frozen replica.
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
 )

@@ -46,6 +46,9 @@ RANK_DELAY_S = 0.25
 MAX_STEPS = 1000
 """Acknowledged steps in memory. A store loses some seconds, and a step takes milliseconds."""
 
+_LATE_PING = "ping timeout"
+"""Part of gRPC's message where the answer to a ping is late."""
+
 _SILENT = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 """Statuses of a call that ended on this side, without a refusal."""
 
@@ -148,10 +151,17 @@ class BatcherCalls:
         )
         return self.replicas.get(_path("Get"), request)
 
-    def end_failed_get(self, error: TurnstreamError) -> None:
-        """Send the next Get to another replica, unless the last one ended with an answer."""
-        if not _is_answer(error):
-            self.replicas.end_get(skips=True)
+    def end_failed_get(self, error: TurnstreamError, *, has_data: bool) -> None:
+        """Send the next Get to another replica, unless the last one ended with an answer.
+
+        `has_data`: messages of the Get had arrived. If then only the answer to a ping was late, the
+        link is slow.
+        """
+        if _is_answer(error):
+            return
+        if has_data and _LATE_PING in str(error):
+            self.replicas.allow_slow_gets()
+        self.replicas.end_get(skips=True)
 
     def _identity(self) -> dict[str, Any]:
         """Return the fields that the requests of a session have in common."""

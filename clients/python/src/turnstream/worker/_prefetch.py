@@ -228,10 +228,10 @@ class Prefetcher:
             for header, data in received:
                 if data is not None:
                     self._enqueue(header, data)
+        except TurnstreamError:
+            self._calls.replicas.end_get()  # the rest of the call would hold its connection open
+            raise
         finally:
-            with contextlib.suppress(grpc.RpcError):
-                for _ in messages:  # an unread call would hold its connection open
-                    pass
             self._arriving_bytes = 0
 
     def _timed(self, messages: Iterator[bytes]) -> Iterator[bytes]:
@@ -303,7 +303,7 @@ class Prefetcher:
             return
         progress = self.progress
         progress.error = error
-        self._calls.end_failed_get(error)
+        self._calls.end_failed_get(error, has_data=progress.answered_s > progress.asked_s)
         if isinstance(error, NotReadyError):
             progress.answered_s = time.monotonic()
             has_waited = progress.answered_s - progress.asked_s >= progress.wait_s / 2

@@ -34,6 +34,12 @@ KEEPALIVE_WITHIN_S = 4.0
 """Limit for the answer to a ping. Later, calls to the replica fail, and other replicas get them.
 Only this detects frozen processes and dead machines."""
 
+LONGEST_KEEPALIVE_S = 256.0
+"""The largest limit. On a slow link, the answer to a ping waits until the bytes before it have
+arrived: see `Replicas.allow_slow_gets`."""
+
+_SLOWER: Final = 4.0
+
 ALIVE_WITHIN_S = 4.0
 """Limit for the first health check of a replica."""
 
@@ -60,9 +66,6 @@ _CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.keepalive_time_ms", int(KEEPALIVE_EVERY_S * 1000)),
-    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_WITHIN_S * 1000)),
-    # The timeout of a keepalive has no effect if that of all pings is longer: 60 s by default.
-    ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_WITHIN_S * 1000)),
     ("grpc.http2.max_pings_without_data", 0),  # no limit: a Get may wait for minutes
 )
 
@@ -137,6 +140,7 @@ class Replicas:
         self._channels: dict[str, grpc.Channel] = {}
         self._get_channel: grpc.Channel | None = None
         self._get_address = ""
+        self._get_ping_s = KEEPALIVE_WITHIN_S
         self._is_alive = False  # whether the replica has answered on the channel for Gets
         self._is_closed = False
         self._lock = threading.Lock()
@@ -199,6 +203,14 @@ class Replicas:
         if skips:
             self.skip(self._get_address)
 
+    def allow_slow_gets(self) -> None:
+        """Raise the limit for answers to the pings of further Gets.
+
+        For a Get that got bytes until an answer to a ping was late: its link is slow.
+        """
+        with self._lock:
+            self._get_ping_s = min(LONGEST_KEEPALIVE_S, _SLOWER * self._get_ping_s)
+
     def close(self) -> None:
         """Close all channels. Their calls end as cancelled."""
         with self._lock:
@@ -225,7 +237,7 @@ class Replicas:
         if self._get_channel is None or self._get_address != self.current:
             self._close_get()
             self._get_address = self.current
-            self._get_channel = _open_channel(self.current)
+            self._get_channel = _open_channel(self.current, ping_s=self._get_ping_s)
         return self._get_channel
 
     def _close_get(self) -> None:
@@ -255,9 +267,15 @@ def _first_addresses(find: Callable[[], Sequence[str]], *, timeout_s: float) -> 
         time.sleep(pause_s)
 
 
-def _open_channel(address: str) -> grpc.Channel:
-    """Return a channel, with TLS if the address asks for it."""
+def _open_channel(address: str, *, ping_s: float = KEEPALIVE_WITHIN_S) -> grpc.Channel:
+    """Return a channel, with TLS if the address asks for it; `ping_s` limits answers to pings."""
+    options = (
+        *_CHANNEL_OPTIONS,
+        ("grpc.keepalive_timeout_ms", int(ping_s * 1000)),
+        # The timeout of a keepalive has no effect if that of all pings is longer: 60 s by default.
+        ("grpc.http2.ping_timeout_ms", int(ping_s * 1000)),
+    )
     if not address.startswith(SECURE):
-        return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        return grpc.insecure_channel(address, options=options)
     credentials = grpc.ssl_channel_credentials(root_certificates())
-    return grpc.secure_channel(address.removeprefix(SECURE), credentials, _CHANNEL_OPTIONS)
+    return grpc.secure_channel(address.removeprefix(SECURE), credentials, options)

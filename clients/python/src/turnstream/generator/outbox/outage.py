@@ -24,13 +24,14 @@ class Outage:
 
     Attributes:
         sent_s: time of the last round.
+        progress_s: time at which bytes of it were sent last.
         num_calls: number of calls of the round in flight; None without one.
         answered_s: time of the last answer; None before the first.
     """
 
     def __init__(self, timeout_s: float, *, jitter: Callable[[], float], address: str) -> None:
         self.timeout_s = timeout_s
-        self.sent_s = 0.0
+        self.sent_s = self.progress_s = 0.0
         self.num_calls: int | None = None
         self.answered_s: float | None = None
         self._jitter = jitter
@@ -98,7 +99,7 @@ class Outage:
         """Seconds for which the round in flight may wait for its answer; None without one."""
         if self.num_calls is None:
             return None
-        since_s = self.sent_s if self._since_s is None else self._since_s
+        since_s = self.progress_s if self._since_s is None else self._since_s
         return max(0.0, since_s + self.timeout_s + ANSWER_S - now_s)
 
     def away_s(self, now_s: float) -> float | None:
@@ -107,7 +108,7 @@ class Outage:
 
     def is_strained(self, now_s: float) -> bool:
         """Whether the store is away, or has let the round on its way wait for a while."""
-        is_silent = self.num_calls is not None and now_s - self.sent_s >= ANSWER_S
+        is_silent = self.num_calls is not None and now_s - self.progress_s >= ANSWER_S
         return self.is_failing or is_silent
 
     def silent_s(self, now_s: float) -> float | None:
@@ -116,7 +117,7 @@ class Outage:
 
     def why(self, now_s: float, waits: WaitSnapshot | None) -> list[WaitReason]:
         """Return whether the store is full, away or silent; `waits` is what it said of the run."""
-        silent_s = None if self.num_calls is None else now_s - self.sent_s
+        silent_s = None if self.num_calls is None else now_s - self.progress_s
         away_s = self.away_s(now_s)
         found: list[WaitReason] = []
         if away_s is not None and self._is_silent:

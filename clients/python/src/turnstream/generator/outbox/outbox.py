@@ -198,7 +198,7 @@ class Outbox:
             _logger.warning("run %s: %s", self.run, warning)
         if self._round is not None or self.outage.pause_s(now_s) > 0:
             return None
-        self.outage.sent_s = now_s
+        self.outage.sent_s = self.outage.progress_s = now_s
         is_known = self._scripts_known or self._resend_buffer.is_settled
         if not is_known or not (self.target.is_found or self._queues.is_empty):
             return self._empty_round()  # acknowledged writes must be restored first
@@ -315,7 +315,7 @@ class Outbox:
         reason = translate(error)
         if isinstance(reason, StoreUnavailableError):
             is_silent = is_silence(error)
-            self._back_off(str(reason), now_s, since_s=self.outage.sent_s, is_silent=is_silent)
+            self._back_off(str(reason), now_s, since_s=self.outage.progress_s, is_silent=is_silent)
         else:
             self.fail_all(reason)
 

@@ -255,9 +255,9 @@ class Sender(Generic[_Receipt]):
     async def _exchange(self, link: AsyncLink, sent: Round) -> None:
         self._keep_deadlines()
         try:
-            left_s = self._outbox.outage.left_s(time.monotonic())
-            timeout_s = SOCKET_TIMEOUT_S if left_s is None else min(SOCKET_TIMEOUT_S, left_s)
-            replies = await link.exchange(sent.pack(), sent.num_replies, timeout_s=timeout_s)
+            replies = await link.exchange(
+                sent.pack(), sent.num_replies, timeout_s=self._silent_s(), on_sent=self._on_sent
+            )
         except (RedisError, OSError) as error:
             with self.lock:
                 self._outbox.lost(sent, error=error, now_s=time.monotonic())
@@ -272,6 +272,17 @@ class Sender(Generic[_Receipt]):
             self._refused.set()
             if self._listening is None:
                 self._listening = asyncio.create_task(self._listen(), name="turnstream-listener")
+
+    def _silent_s(self) -> float:
+        """Return how long the store may take no byte and send no answer."""
+        left_s = self._outbox.outage.left_s(time.monotonic())
+        return SOCKET_TIMEOUT_S if left_s is None else min(SOCKET_TIMEOUT_S, left_s)
+
+    def _on_sent(self) -> float:
+        """Record that bytes of the round were sent; return how long the store may be silent now."""
+        with self.lock:
+            self._outbox.outage.progress_s = time.monotonic()
+        return self._silent_s()
 
     def _keep_deadlines(self) -> None:
         """End the waits that time out while the store is silent."""

@@ -6,7 +6,8 @@ The address of a gateway, `http://` or `https://`, has the same clients: see htt
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+import socket
+from collections.abc import Callable, Collection
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,6 +37,13 @@ is safe to repeat. A silent server is not asked again."""
 MAX_CONNECTIONS = 10_000
 """Connections of one client: the server's own default limit. A batcher holds one for every run that
 it follows, and a client of redis-py refuses the hundred and first otherwise."""
+
+_PART_BYTES: Final = 1 << 18
+"""Bytes of an exchange after which its progress is noted."""
+
+_UNSENT_BYTES: Final = 1 << 18
+"""Bytes that the system may hold unsent for a connection: the rest of an exchange after its last
+part must arrive within the time limit of an answer."""
 
 _PORT = 6379
 _FIRST_PAUSE_S = 0.02
@@ -196,16 +204,36 @@ class AsyncLink:
 
     def __init__(self, url: str) -> None:
         # One deadline per exchange: the client's own would cost a timer for every reply.
-        self._connection = _async_pool(url, socket_timeout=None).make_connection()
+        options: dict[str, Any] = {"socket_timeout": None}
+        if url.startswith("redis") and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            unsent = {socket.TCP_NOTSENT_LOWAT: _UNSENT_BYTES}
+            options |= {"socket_keepalive": True, "socket_keepalive_options": unsent}
+        self._connection = _async_pool(url, **options).make_connection()
 
     async def exchange(
-        self, data: bytes, num_replies: int, *, timeout_s: float = SOCKET_TIMEOUT_S
+        self,
+        data: bytes,
+        num_replies: int,
+        *,
+        timeout_s: float = SOCKET_TIMEOUT_S,
+        on_sent: Callable[[], float] | None = None,
     ) -> list[Any]:
-        """Send packed commands like `Link.exchange`; a cancellation closes the connection."""
+        """Send packed commands like `Link.exchange`; a cancellation closes the connection.
+
+        Args:
+            data: the commands.
+            num_replies: the number of their replies.
+            timeout_s: limit of the exchange, or of its first bytes if `on_sent` is set.
+            on_sent: called after each part that was sent; returns the limit from then on. So a
+                slow link has time for many bytes.
+        """
         replies: list[Any] = []
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._connection.send_packed_command([data], check_health=False)
+            async with asyncio.timeout(timeout_s) as limit:
+                if on_sent is None:
+                    await self._connection.send_packed_command([data], check_health=False)
+                else:
+                    await self._send_parts(data, limit, on_sent=on_sent)
                 while len(replies) < num_replies:
                     try:
                         replies.append(await self._connection.read_response())
@@ -215,6 +243,15 @@ class AsyncLink:
             await self.close()  # the next exchange must not read replies of this one
             raise
         return replies
+
+    async def _send_parts(
+        self, data: bytes, limit: asyncio.Timeout, *, on_sent: Callable[[], float]
+    ) -> None:
+        now_s = asyncio.get_running_loop().time
+        for start in range(0, len(data), _PART_BYTES):
+            part = data[start : start + _PART_BYTES]
+            await self._connection.send_packed_command([part], check_health=False)
+            limit.reschedule(now_s() + on_sent())
 
     async def close(self) -> None:
         """Disconnect. Safe to repeat."""
