@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import redis
