@@ -130,4 +130,4 @@ def test_page_names_errors_that_exist_and_a_command(page: str) -> None:
     assert len(names) >= 2
     assert [name for name in names if not hasattr(errors, name)] == []
     assert re.search(r"^turnstream \w+ ", text(page), re.MULTILINE)
-    assert text(page).count("\n") <= 80
+    assert text(page).count("\n") <= 100

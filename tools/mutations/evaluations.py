@@ -173,7 +173,7 @@ EVALUATIONS = (
     Mutation(
         "a reward beyond every number counts",
         "fold/evals.py",
-        "return reward if reward is not None and abs(reward) <= MAX_REWARD else None",
+        "return reward if abs(reward) <= MAX_REWARD else None",
         "return reward",
         ("test_evals",),
     ),

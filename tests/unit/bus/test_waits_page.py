@@ -96,6 +96,13 @@ MOMENTS = [
         at_plans="3:10:24,4:40:28",
         untrained=(("filtered", 560),),
     ),
+    of(
+        stepped=5,
+        planned=5,
+        announced=4,
+        num_live=48,
+        durations=Durations(trainer_s=2.0, step_s=2.0, opened_s=120.0),
+    ),
     of(num_waiting=0, newest_version=4, prompts=PromptCounts(num_added=500, num_filtered=20)),
     of(planned=6, behind=(1, 3)),
     of(planned=5),
