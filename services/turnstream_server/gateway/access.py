@@ -95,8 +95,7 @@ async def identify(request: Request) -> ApiKey:
 
 def secret_of(headers: Headers) -> str:
     """Return the key in the headers of a request; "" for none."""
-    key = headers.get("x-api-key")
-    if key is not None:
+    if key := headers.get("x-api-key"):
         return key
     authorization = headers.get("authorization", "")
     if authorization.lower().startswith(_BEARER):

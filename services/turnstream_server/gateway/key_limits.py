@@ -16,13 +16,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from turnstream.errors import RejectedError, TurnstreamError
 from turnstream_server.gateway.access import IDENTITY, secret_of
 from turnstream_server.gateway.bodies import IN_LOOP_BYTES, json_response
-from turnstream_server.gateway.places import Place, Places
 from turnstream_server.gateway.rest.app import PREFIX
 from turnstream_server.gateway.rest.problems import Problem, problem_of, response
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.gateway.web_pages import refusal_of
 from turnstream_server.keys.access import KeyChecks
 from turnstream_server.keys.limits import Meter, Meters, too_fast
+from turnstream_server.keys.places import Place, Places
 from turnstream_server.keys.records import LOCAL_KEY, ApiKey, KeyLimits
 
 _STRANGER_BYTES: Final = 64 << 10
@@ -126,10 +126,12 @@ class LimitedApp:
             if meter is not None and (wait_s := meter.admit(declared, now_s=now_s)):
                 return too_fast(found, wait_s=wait_s)
         async with places.lent(owner) as place:
-            body = _Body(receive, place, limit=limit, declared=declared, meter=meter)
-            if not declared and not is_chunked:
-                await body.end()
-            await self._app(scope, body.receive, _giving_back(place, send))
+            receive = _Body(receive, limit=limit, declared=declared, meter=meter).receive
+            if declared or is_chunked:
+                receive = _taking(place, receive)
+            else:
+                await place.take()
+            await self._app(scope, receive, _giving_back(place, send))
         return None
 
     def _wait_s(self, meters: Meters, owner: ApiKey) -> float:
@@ -148,14 +150,10 @@ class LimitedApp:
 
 
 class _Body:
-    """The body of a request, counted as it arrives. At its end the request takes its place."""
+    """The body of a request, counted as it arrives."""
 
-    def __init__(
-        self, receive: Receive, place: Place, *, limit: int, declared: int, meter: Meter | None
-    ) -> None:
+    def __init__(self, receive: Receive, *, limit: int, declared: int, meter: Meter | None) -> None:
         self._receive = receive
-        self._place = place
-        self._has_ended = False
         self._limit = limit
         self._num_counted = declared
         self._meter = meter
@@ -170,15 +168,22 @@ class _Body:
             self._num_counted = self._num_bytes
         if self._num_bytes > self._limit:
             raise HTTPException(413, _too_large_text(self._limit))
-        if not message.get("more_body"):
-            await self.end()
         return message
 
-    async def end(self) -> None:
-        """Take the place, once."""
-        if not self._has_ended:
-            self._has_ended = True
-            await self._place.take()
+
+def _taking(place: Place, receive: Receive) -> Receive:
+    """Return `receive` that takes the place with the last part of the body."""
+    has_ended = False
+
+    async def taking() -> Message:
+        nonlocal has_ended
+        message = await receive()
+        if not has_ended and not message.get("more_body"):
+            has_ended = True
+            await place.take()
+        return message
+
+    return taking
 
 
 def _giving_back(place: Place, send: Send) -> Send:

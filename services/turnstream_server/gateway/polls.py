@@ -13,7 +13,7 @@ from turnstream.errors import UnavailableError
 from turnstream_server.commands.bases import read_bases
 from turnstream_server.commands.request_ids import RequestId
 from turnstream_server.commands.waiting import ResultWaiter
-from turnstream_server.gateway.places import without_place
+from turnstream_server.keys.places import without_place
 from turnstream_server.telemetry.declarations import HELD_POLLS
 from turnstream_server.telemetry.instruments import gauge
 

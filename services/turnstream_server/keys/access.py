@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from typing import Any, Final, NamedTuple, cast
+from typing import Final, NamedTuple
 
 import redis.asyncio
 
@@ -42,11 +43,13 @@ class _Found(NamedTuple):
         key: the stored key; None for none.
         asked_s: time of the last read, also of one that failed.
         answered_s: time of the last answer.
+        expires_s: time at which the store will refuse the key; inf for no end.
     """
 
     key: ApiKey | None
     asked_s: float
     answered_s: float
+    expires_s: float
 
 
 class KeyChecks:
@@ -61,14 +64,14 @@ class KeyChecks:
     def __init__(self, client: redis.asyncio.Redis, *, requires_key: bool) -> None:
         self.requires_key = requires_key
         self._client = client
-        self._found: dict[str, _Found] = {}
+        self._known: dict[str, _Found] = {}
+        self._unknown: dict[str, _Found] = {}
 
     def is_known(self, secret: str) -> bool:
         """Return whether a key was accepted lately, or every key is accepted."""
         if not self.requires_key and (not secret or secret.startswith(PREFIX)):
             return True
-        found = self._found.get(key_id_of(secret))
-        return found is not None and found.key is not None
+        return key_id_of(secret) in self._known
 
     async def identify(self, secret: str) -> ApiKey:
         """Return what a key allows.
@@ -83,48 +86,61 @@ class KeyChecks:
             return LOCAL_KEY
         key_id = key_id_of(secret)
         try:
-            key = await self._find(key_id)
+            found = await self._find(key_id)
         except UnavailableError:
             if self.requires_key:
                 raise
-            key = None  # as at a start during an outage: polls are held
-        if key is None:
+            found = None  # as at a start during an outage: polls are held
+        if found is None or found.key is None:
             if self.requires_key or not secret.startswith(PREFIX):
                 raise UnknownKeyError("the key of the request is unknown or revoked")
             return LOCAL_KEY._replace(key_id=key_id, owner=owner_of(secret))
-        if key.expires_ms is not None and key.expires_ms <= time.time() * 1000:
-            raise UnknownKeyError(f"the key {key.name!r} has expired")
-        return key
+        if found.expires_s <= time.monotonic():
+            raise UnknownKeyError(f"the key {found.key.name!r} has expired")
+        return found.key
 
-    async def _find(self, key_id: str) -> ApiKey | None:
+    async def _find(self, key_id: str) -> _Found:
         """Return a stored key, a second old at most; an older one while the store is away."""
-        now_s, found = time.monotonic(), self._found.get(key_id)
+        now_s, found = time.monotonic(), self._known.get(key_id) or self._unknown.get(key_id)
         if found is not None and now_s - found.asked_s < _FRESH_S:
-            return found.key
+            return found
         try:
-            key = await self._read(key_id, within_s=None if found is None else _ANSWER_S)
+            read = await self._read(key_id, within_s=None if found is None else _ANSWER_S)
         except UnavailableError:
             if found is None or now_s - found.answered_s > _OUTAGE_S:
                 raise
-            self._keep(key_id, found._replace(asked_s=time.monotonic()))
-            return found.key
-        now_s = time.monotonic()
-        self._keep(key_id, _Found(key, now_s, now_s))
-        return key
+            read = found._replace(asked_s=time.monotonic())
+        self._keep(key_id, read)
+        return read
 
-    async def _read(self, key_id: str, *, within_s: float | None) -> ApiKey | None:
+    async def _read(self, key_id: str, *, within_s: float | None) -> _Found:
+        """Return the answer of the store, whose clock decides when a key expires."""
         try:
             async with asyncio.timeout(within_s):
                 with translating():
-                    stored = cast("bytes | None", await cast(Any, self._client.hget(KEYS, key_id)))
+                    pipeline = self._client.pipeline(transaction=False)
+                    pipeline.hget(KEYS, key_id)
+                    pipeline.time()
+                    stored, (seconds, microseconds) = await pipeline.execute()
         except TimeoutError as error:
             raise StoreUnavailableError(f"no answer within {within_s} s") from error
         try:
-            return None if stored is None else decode_key(key_id, stored)
+            key = None if stored is None else decode_key(key_id, stored)
         except CorruptRecordError as error:
             raise UnknownKeyError(str(error)) from error
+        now_s = time.monotonic()
+        if key is None or key.expires_ms is None:
+            return _Found(key, now_s, now_s, math.inf)
+        left_s = key.expires_ms / 1000 - seconds - microseconds / 1e6
+        return _Found(key, now_s, now_s, now_s + left_s)
 
     def _keep(self, key_id: str, found: _Found) -> None:
-        if len(self._found) >= _MAX_CACHED:
-            self._found.clear()
-        self._found[key_id] = found
+        """Remember an answer; of too many the oldest is dropped.
+
+        Keys that do not exist have a place of their own: anyone can make up many of them.
+        """
+        self._known.pop(key_id, None)
+        kept = self._unknown if found.key is None else self._known
+        if len(kept) >= _MAX_CACHED and key_id not in kept:
+            del kept[next(iter(kept))]
+        kept[key_id] = found

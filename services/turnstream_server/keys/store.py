@@ -11,7 +11,7 @@ import redis
 from turnstream.errors import BatchingError, ConflictError, CorruptRecordError, RunNotFoundError
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Script, run_command
-from turnstream.types.names import encode_run
+from turnstream.types.names import checked_run_name, encode_run
 from turnstream_server.keys.records import (
     NO_LIMITS,
     ROLES,
@@ -58,8 +58,8 @@ def create_key(
         secret: the key itself; None makes one.
 
     Raises:
-        BatchingError: no role, an unknown one, an end that is not in the future, or another value
-            that cannot be.
+        BatchingError: no role, an unknown one, an end that is not in the future, a name that no run
+            can have, or another value that cannot be.
         ConflictError: another key has the name.
     """
     _check(name, roles=roles, runs=runs, expires_s=expires_s, limits=limits)
@@ -127,7 +127,7 @@ def _check(
     if len(runs) > _MAX_RUNS:
         raise BatchingError(f"runs has {len(runs)} names, expected {_MAX_RUNS} at most")
     for run in runs:
-        encode_run(run)
+        encode_run(checked_run_name(run))
     numbers = {"expires_s": expires_s, **limits._asdict()}
     for field, value in numbers.items():
         if value is not None and not 0 < value < math.inf:

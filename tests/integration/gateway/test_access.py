@@ -53,9 +53,8 @@ def test_only_stored_keys_with_the_role_train_are_accepted(
     gateway = new_gateway(requires_key=True)
 
     answers = [new_api(gateway, key=key).post("client/config") for key in (*keys, "tml-other")]
-    bearer = httpx2.post(
-        f"{gateway.base_url}/api/v1/client/config", headers={"Authorization": f"Bearer {keys[0]}"}
-    )
+    headers = {"X-API-Key": "", "Authorization": f"Bearer {keys[0]}"}  # an unset variable
+    bearer = httpx2.post(f"{gateway.base_url}/api/v1/client/config", headers=headers)
 
     assert [answer.status_code for answer in answers] == [200, 403, 401]
     assert answers[1].json() == {"detail": "key 'tinker-read' has the roles read, needed is train"}

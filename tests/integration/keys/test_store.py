@@ -122,6 +122,8 @@ WRONG: dict[str, dict[str, Any]] = {
     "requests_per_s is nan": {"limits": KeyLimits(requests_per_s=float("nan"))},
     "max_body_bytes is -1": {"limits": KeyLimits(max_body_bytes=-1)},
     "run: ": {"runs": [""]},
+    "run: 'maze~2' ends in": {"runs": ["maze", "maze~2"]},  # the id of a later run of a name
+    "run: a name of 600 characters": {"runs": ["a" * 600]},
 }
 
 
@@ -154,6 +156,37 @@ async def test_checks_follow_the_store_within_seconds(
         revoke_key(own_client, "ci")
 
         await wait_until_async(lambda: refused(checks, secret), timeout_s=5, describe="the end")
+
+
+async def test_store_decides_when_a_key_expires(
+    own_server: EmbeddedServer, own_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soon = create_key(own_client, "soon", roles=["read"], expires_s=0.3)
+    later = create_key(own_client, "later", roles=["read"], expires_s=3_600)
+    async with connect_async(own_server.url) as client:
+        checks = KeyChecks(client, requires_key=True)
+        monkeypatch.setattr(time, "time", lambda: 0.0)  # this machine is far behind
+        await wait_until_async(lambda: refused(checks, soon), describe="the end of the key")
+        monkeypatch.setattr(time, "time", lambda: 2.0**33)  # and far ahead
+        assert (await checks.identify(later)).name == "later"
+
+
+async def test_unknown_keys_leave_known_ones_in_the_cache(
+    own_server: EmbeddedServer, own_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "_MAX_CACHED", 3)
+    monkeypatch.setattr(access, "_FRESH_S", 0.0)
+    secrets = [create_key(own_client, f"ci-{number}", roles=["read"]) for number in range(4)]
+    async with connect_async(own_server.url, num_retries=0) as client:
+        checks = KeyChecks(client, requires_key=True)
+        for secret in (*secrets, *(f"tml-{number}" for number in range(9))):
+            await refused(checks, secret)
+        own_server.kill()
+
+        for secret in secrets[1:]:
+            assert (await checks.identify(secret)).key_id == key_id_of(secret)
+        assert not checks.is_known(secrets[0])  # the oldest of too many
+    own_server.restart()
 
 
 async def refused(checks: KeyChecks, secret: str) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from typing import Final, TypeVar
 
 import redis.asyncio
@@ -17,6 +19,7 @@ from turnstream_server.batcher.serving.requests import parse_request
 from turnstream_server.commands.models import read_model_async
 from turnstream_server.keys.access import KeyChecks
 from turnstream_server.keys.limits import Meters
+from turnstream_server.keys.places import Held, Places
 from turnstream_server.keys.records import ApiKey, Role
 
 _BEARER: Final = "bearer "
@@ -33,6 +36,13 @@ _ROLES: Final[dict[type[Message], Role]] = {
 }
 """A request that is missing here is never answered."""
 
+_HELD: Final = (batches.GetRequest, operations.GetOperationsRequest)
+MAX_HELD: Final = 8_192
+"""Requests for batches in progress, at most."""
+
+MAX_OF_KEY: Final = 4_096
+"""Those of one key: each rank has one or two."""
+
 Request = TypeVar("Request", bound=Message)
 
 
@@ -48,9 +58,16 @@ class Access:
         self._client = client
         self._keys = keys
         self._meters = Meters()
+        self._places = Places(shared=4, alone=64)
+        self._held = Held("requests for batches", num=MAX_HELD, num_of_key=MAX_OF_KEY)
 
-    async def read(self, data: bytes, kind: type[Request], context: Context) -> Request:
-        """Return a request whose caller may send it.
+    @contextlib.asynccontextmanager
+    async def reading(
+        self, data: bytes, kind: type[Request], context: Context
+    ) -> AsyncIterator[Request]:
+        """Yield a request whose caller may send it; it holds a place of its key in the block.
+
+        A request for batches only waits and sends in the block. It is counted, and holds none.
 
         Raises:
             UnknownKeyError: the call has no accepted key.
@@ -62,13 +79,20 @@ class Access:
         async with bounded_by_store(self._client, store_time_s(context.time_remaining())):
             key = await self._keys.identify(secret_of(context))
         self._meters.admit(key, num_bytes=len(data), now_s=time.monotonic())
-        request = parse_request(data, kind)
-        if isinstance(request, operations.GetOperationsRequest):
-            await self._check_model(key, request.model_id)
-        else:
-            run: str = getattr(request, "run")  # noqa: B009 - every other request has one
-            key.require(_role_of(request), run=run)
-        return request
+        async with self._places.lent(key.key_id) as place:
+            await place.take()
+            request = parse_request(data, kind)
+            if isinstance(request, operations.GetOperationsRequest):
+                await self._check_model(key, request.model_id)
+            else:
+                run: str = getattr(request, "run")  # noqa: B009 - every other request has one
+                key.require(_role_of(request), run=run)
+            if kind not in _HELD:
+                yield request
+                return
+            place.give_back()
+            with self._held.one_more(key.key_id):
+                yield request
 
     async def _check_model(self, key: ApiKey, model_id: str) -> None:
         """Refuse a key that is neither of the owner of the model nor of a service."""
@@ -84,7 +108,7 @@ def secret_of(context: Context) -> str:
     """Return the key in the metadata of a call; "" for none."""
     metadata = dict(context.invocation_metadata() or ())
     key = metadata.get(METADATA)
-    if key is None:
+    if not key:
         authorization = metadata.get("authorization", "")
         is_bearer = authorization[: len(_BEARER)].lower() == _BEARER
         key = authorization[len(_BEARER) :].strip() if is_bearer else ""

@@ -168,8 +168,10 @@ def operation_handlers(
     """Return the handlers of all calls."""
 
     async def get(data: bytes, context: Context) -> None:
-        async with running.answering(context, call="GetOperationsRequest"):
-            request = await access.read(data, wire.GetOperationsRequest, context)
+        async with (
+            running.answering(context, call="GetOperationsRequest"),
+            access.reading(data, wire.GetOperationsRequest, context) as request,
+        ):
             await sender.send(request, context)
 
     calls = {"Get": grpc.unary_stream_rpc_method_handler(get)}

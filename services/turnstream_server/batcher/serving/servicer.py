@@ -57,17 +57,22 @@ def handlers(
     def unary_handler(method: Callable[[Any], Awaitable[Message]], kind: type[Message]) -> Any:
         async def answer(data: bytes, context: Context) -> bytes:
             within_s = store_time_s(context.time_remaining())
-            async with running.answering(context, call=kind.DESCRIPTOR.name):
-                request = await access.read(data, kind, context)
-                async with bounded_by_store(servicer.client, within_s):
-                    return (await method(request)).SerializeToString()
+            async with (
+                running.answering(context, call=kind.DESCRIPTOR.name),
+                access.reading(data, kind, context) as request,
+                bounded_by_store(servicer.client, within_s),
+            ):
+                return (await method(request)).SerializeToString()
             raise AssertionError("unreachable: an aborted call raises")
 
         return grpc.unary_unary_rpc_method_handler(answer)
 
     async def get(data: bytes, context: Context) -> None:
-        async with running.answering(context, call="GetRequest"):
-            await sender.send(await access.read(data, wire.GetRequest, context), context)
+        async with (
+            running.answering(context, call="GetRequest"),
+            access.reading(data, wire.GetRequest, context) as request,
+        ):
+            await sender.send(request, context)
 
     calls = {name: unary_handler(method, kind) for name, (method, kind) in unary.items()}
     calls["Get"] = grpc.unary_stream_rpc_method_handler(get)

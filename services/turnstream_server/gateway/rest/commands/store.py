@@ -17,13 +17,13 @@ from turnstream.store.client.deadlines import SOCKET_TIMEOUT_S, is_silence
 from turnstream.store.client.http_address import COMMANDS, INSTANCE, REPLIES
 from turnstream.store.client.scripts import pack
 from turnstream_server.gateway.bodies import Body, off_loop
-from turnstream_server.gateway.places import Held, give_place_back
 from turnstream_server.gateway.rest.access import Known
 from turnstream_server.gateway.rest.commands.links import StoreLinks
 from turnstream_server.gateway.rest.commands.packing import pack_replies
 from turnstream_server.gateway.rest.commands.plan import Plan, plan_commands
 from turnstream_server.gateway.rest.problems import Problem, problem_of, response
 from turnstream_server.gateway.state import Gateway
+from turnstream_server.keys.places import Held, give_place_back
 
 router = APIRouter()
 

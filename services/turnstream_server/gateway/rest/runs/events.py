@@ -27,11 +27,11 @@ from turnstream.types.names import shown
 from turnstream_server.bus.core.scan import EventEntry, entry_ms
 from turnstream_server.gateway.access import secret_of
 from turnstream_server.gateway.bodies import off_loop
-from turnstream_server.gateway.places import Held
 from turnstream_server.gateway.rest.access import Read, RunName
 from turnstream_server.gateway.rest.problems import problem_of
 from turnstream_server.gateway.rest.runs.event_follower import BEGINNING, EventFollower
 from turnstream_server.gateway.state import Gateway
+from turnstream_server.keys.places import Held
 from turnstream_server.keys.records import ApiKey
 
 logger = logging.getLogger(__name__)
