@@ -122,6 +122,10 @@ class Host:
                     outputs[request_id, int(place)] = output
         return outputs
 
+    def has_finite_gradient(self, model_id: str) -> bool:
+        """Return whether the gradients of this rank since the last step are finite."""
+        return self._models[model_id].engine.has_finite_gradient()
+
     def open_run(self, model_id: str, run: str, *, token: str, session: str) -> None:
         """Begin a trainer session of a run; errors as of `RunStreams.open`."""
         self._runs.open(model_id, run, token=token, session=session)
@@ -163,7 +167,7 @@ class Host:
         self._runs.close_all()
 
     def optim_step(self, model_id: str, settings: AdamSettings) -> StepReport:
-        """Apply the gradients of all ranks; RejectedError if there are none."""
+        """Apply the gradients of all ranks; without any, their sum is zero."""
         return self._models[model_id].engine.optim_step(settings)
 
     def save(

@@ -45,7 +45,12 @@ from turnstream_server.engine.durable import DurableFolders, positions_file, res
 from turnstream_server.engine.host import Host, Lockstep
 from turnstream_server.engine.saving import Saver
 from turnstream_server.engine.trained_runs import REPLAY_S, RunSessionEndedError, TrainedRuns
-from turnstream_server.engine.training import PassError, run_optim_step, run_training
+from turnstream_server.engine.training import (
+    PassError,
+    leaves_gradient,
+    run_optim_step,
+    run_training,
+)
 from turnstream_server.failpoints import reach
 from turnstream_server.telemetry.declarations import ENGINE_COMMAND_SECONDS, ENGINE_COMMANDS
 from turnstream_server.telemetry.instruments import counter, histogram
@@ -293,7 +298,10 @@ class HostedModel:
     def _run_kind(self, log: ModelLog, run: Run) -> dict[int, Result]:
         if run.kind in TRAINING_KINDS:
             results = run_training(self._call, log.model_id, run)
-            self._has_gradient |= run.kind == "forward_backward"
+            if run.kind == "forward_backward":
+                self._has_gradient = True
+                # The other calls of the passes keep their results: they are run again without it.
+                self._is_built = not any(map(leaves_gradient, results.values()))
             return results
         number = run.first
         content = decode_content(run.kind, log.read(run.numbers)[number])

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable
 from typing import Final
 
-from turnstream.errors import BatchingError, RejectedError
 from turnstream_server.commands.contents import OptimStep
 from turnstream_server.commands.log import Run
 from turnstream_server.commands.request_ids import parse_request_id
@@ -19,6 +18,7 @@ from turnstream_server.trainer.settings import AdamSettings
 logger = logging.getLogger(__name__)
 
 NO_ROWS: Final = Failure("the batcher has returned no rows of this call: it was not run", "server")
+_TOO_LARGE: Final = "weights, advantages or differences of logprobs are too large"
 
 
 class PassError(Exception):
@@ -26,21 +26,25 @@ class PassError(Exception):
 
 
 def run_training(
-    call: Lockstep, model_id: str, run: Run, *, skipped: frozenset[int] = frozenset()
+    call: Lockstep, model_id: str, run: Run, *, skipped: frozenset[int] | None = None
 ) -> dict[int, Result]:
     """Run training calls that share passes; return the result of each by its number.
+
+    A call whose loss is not finite fails, and so do all of them if their gradient is not finite.
+    After a failure that `leaves_gradient`, the gradient has a part of the failed calls.
 
     Args:
         call: calls of all ranks.
         model_id: the model.
         run: the calls.
-        skipped: numbers of calls without effect.
+        skipped: numbers of calls without effect, when calls are run again; their gradient is not
+            checked then. None for the first time.
 
     Raises:
         PassError: a pass has failed. Every other error comes before the first pass.
     """
     began_s = time.perf_counter()
-    call(Host.read, model_id, run, skipped)
+    call(Host.read, model_id, run, skipped or frozenset())
     read_s = time.perf_counter()
     adds_gradient = run.kind == "forward_backward"
     try:
@@ -52,14 +56,26 @@ def run_training(
         "model %s: %s %d: rows read in %.2f ms, passes run in %.2f ms",
         *(model_id, run.kind, run.first, *times_ms),
     )
-    return training_results(run, outputs)
+    results = training_results(run, outputs)
+    if not adds_gradient or skipped is not None or any(map(leaves_gradient, results.values())):
+        return results
+    if all(call(Host.has_finite_gradient, model_id)):
+        return results
+    named = f"calls {run.first} to {run.last}" if run.last > run.first else f"call {run.first}"
+    text = f"the gradient of {named} is not finite: {_TOO_LARGE}. It was not added"
+    return dict.fromkeys(run.numbers, Failure(text, "user"))
+
+
+def leaves_gradient(result: Result) -> bool:
+    """Return whether a training call has run and failed."""
+    return isinstance(result, Failure) and result != NO_ROWS
 
 
 def run_optim_step(call: Lockstep, model_id: str, content: OptimStep) -> Answer:
     """Apply a step of AdamW, and return its metrics.
 
     Raises:
-        BatchingError: a setting is refused, or there is no gradient; the model is unchanged.
+        BatchingError: a setting is refused; the model is unchanged.
     """
     settings = AdamSettings(
         learning_rate=content.learning_rate,
@@ -69,10 +85,7 @@ def run_optim_step(call: Lockstep, model_id: str, content: OptimStep) -> Answer:
         weight_decay=content.weight_decay,
         max_grad_norm=content.grad_clip_norm,
     )
-    try:
-        report = call(Host.optim_step, model_id, settings)[0]
-    except RejectedError as error:
-        raise BatchingError(str(error)) from error
+    report = call(Host.optim_step, model_id, settings)[0]
     if report.skip_reason:
         logger.warning("model %s: optim_step skipped: %s", model_id, report.skip_reason)
     metrics = {"learning_rate": report.learning_rate, "skipped": float(not report.is_applied)}
@@ -94,7 +107,11 @@ def training_results(run: Run, outputs: Iterable[Outputs]) -> dict[int, Result]:
     }
 
 
-def _result(data: dict[int, DatumOutput]) -> TrainingOutput:
+def _result(data: dict[int, DatumOutput]) -> TrainingOutput | Failure:
+    for place in sorted(data):
+        if not math.isfinite(loss := data[place].loss):
+            text = f"datum {place}: the loss is {loss}: {_TOO_LARGE}. No gradient was added"
+            return Failure(text, "user")
     in_order = [data[place] for place in sorted(data)]
     return TrainingOutput(
         [each.logprobs for each in in_order],

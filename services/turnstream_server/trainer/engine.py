@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from turnstream.batching.config.values import Aggregation
-from turnstream.errors import InvalidConfigError, RejectedError
+from turnstream.errors import InvalidConfigError
 from turnstream.types import MiniBatch
 from turnstream.worker import PulledMiniBatch
 from turnstream_server.models.sharding import is_sharded, whole_state, whole_weights
@@ -226,15 +226,16 @@ class Engine:
         )
 
     def optim_step(self, settings: AdamSettings) -> StepReport:
-        """Apply the sum of the gradients of all ranks since the last step.
-
-        Raises:
-            RejectedError: there was no `forward_backward` since then.
-        """
+        """Apply the sum of the gradients of all ranks since the last step; it may be zero."""
         if not self._has_gradient:
-            raise RejectedError("no forward_backward since the last optim_step: no gradient")
+            self._begin_gradients()
+            self._optimizer.zero()
         self._has_gradient = False
         return self._optimizer.step(settings)
+
+    def has_finite_gradient(self) -> bool:
+        """Return whether the gradients of this rank since the last step are finite."""
+        return self._optimizer.has_finite_gradient()
 
     def use_objective(self, objective: Objective) -> None:
         """Train with another objective from the next `forward_backward` on."""

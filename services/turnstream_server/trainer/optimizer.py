@@ -68,6 +68,17 @@ class Optimizer:
         """Drop the gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
+    def zero(self) -> None:
+        """Set all gradients to zero."""
+        for each in self._parameters.values():
+            each.grad = torch.zeros_like(each)
+
+    def has_finite_gradient(self) -> bool:
+        """Return whether all gradients of this rank are finite; a shard counts for all ranks."""
+        gradients = [each.grad for each in self._parameters.values() if each.grad is not None]
+        largest = torch.nn.utils.get_total_norm(gradients, norm_type=math.inf)
+        return math.isfinite(whole(largest).item())
+
     def step(self, settings: AdamSettings) -> StepReport:
         """Apply the sums of the gradients over all ranks if they are finite."""
         parameters = self._parameters.values()

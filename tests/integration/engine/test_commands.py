@@ -74,16 +74,18 @@ def test_models_that_run_together_equal_each_one_alone(house: House) -> None:
 
 def test_refused_steps_change_nothing_and_the_log_continues(house: House) -> None:
     no_eps, no_rate = replace_step(eps=0.0), replace_step(learning_rate=-1.0)
-    model = house.make(STEP, CALLS[0], no_eps, no_rate, STEP, STEP, save("end"))
-    plain = house.make(CALLS[0], STEP, save("end"))
+    model = house.make(CALLS[0], no_eps, no_rate, STEP, STEP, save("end"))
+    plain = house.make(CALLS[0], STEP, STEP, save("end"))
 
     house.run(model, plain)
 
-    words = {1: "no gradient", 3: "eps: 0.0", 4: "learning_rate: -1.0", 6: "no gradient"}
+    words = {2: "eps: 0.0", 3: "learning_rate: -1.0"}
     for number, text in words.items():
         assert model.failure(number).category == "user"
         assert text in model.failure(number).error
-    assert model.answer(5).content["metrics"]["learning_rate"] == STEP.learning_rate
+    assert model.answer(4).content["metrics"]["learning_rate"] == STEP.learning_rate
+    # A step without a gradient has gradient zero: the moments of the step before still count.
+    assert model.answer(5).content["metrics"]["grad_norm"] == 0
     assert_equal(plain.saved("end"), model.saved("end"))
 
 
@@ -103,13 +105,58 @@ def test_pass_that_fails_half_way_leaves_no_gradient(house: House) -> None:
     bad = datums(2, 4, loss="importance_sampling")
     bad.data[0].model_input[1] = 500
     model = house.make(CALLS[0], STEP, CALLS[2], bad, STEP, CALLS[2], STEP, save("end"))
-    plain = house.make(CALLS[0], STEP, CALLS[2], STEP, save("end"))
+    plain = house.make(CALLS[0], STEP, STEP, CALLS[2], STEP, save("end"))
 
     house.run(model, plain)
 
-    assert [model.failure(number).category for number in (3, 4, 5)] == ["server", "server", "user"]
+    assert [model.failure(number).category for number in (3, 4)] == ["server", "server"]
+    assert model.answer(5).content["metrics"]["grad_norm"] == 0
     assert "forward_backward failed" in model.failure(3).error
     assert_equal(plain.saved("end"), model.saved("end"))
+
+
+def weighted(value: float, *, of: int = 0) -> Operation:
+    """Return a call whose weights have this value."""
+    data = [
+        replace(each, weights=np.full(each.target_tokens.shape, value, np.float32))
+        for each in CALLS[of].data
+    ]
+    return replace(CALLS[of], data=data)
+
+
+def test_call_with_an_infinite_loss_fails_alone_and_leaves_no_gradient(house: House) -> None:
+    model = house.make(CALLS[0], weighted(3e38), CALLS[2], Forward(weighted(3e38)), STEP)
+    plain = house.make(CALLS[0], CALLS[2], STEP, save("end"))
+    model.submit(save("end"))
+
+    house.run(model, plain)
+
+    for number in (2, 4):
+        assert model.failure(number).category == "user"
+        assert "datum 0: the loss is inf: weights, advantages" in model.failure(number).error
+    assert [type(model.results()[number]) for number in (1, 3)] == [TrainingOutput] * 2
+    assert model.answer(5).content["metrics"]["skipped"] == 0
+    assert_close(plain.saved("end"), model.saved("end"))
+
+
+def test_call_with_an_infinite_gradient_fails_and_leaves_none(house: House) -> None:
+    # The losses of two positions cancel, and the gradient overflows.
+    signs = [np.where(np.arange(len(each.model_input)) % 2, -1, 1) for each in CALLS[0].data]
+    data = [
+        replace(each, weights=(3e37 * sign).astype(np.float32))
+        for each, sign in zip(CALLS[0].data, signs, strict=True)
+    ]
+    huge = replace(CALLS[0], data=data)
+    model = house.make(CALLS[0], Forward(huge), huge, Forward(huge), CALLS[2], STEP, save("end"))
+    plain = house.make(CALLS[0], CALLS[2], STEP, save("end"))
+
+    house.run(model, plain)
+
+    assert isinstance(model.results()[2], TrainingOutput)
+    assert model.failure(3).category == "user"
+    assert "the gradient of call 3 is not finite" in model.failure(3).error
+    assert model.answer(6).content["metrics"]["skipped"] == 0
+    assert_close(plain.saved("end"), model.saved("end"))
 
 
 def test_model_that_cannot_be_made_refuses_all_commands(house: House) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 import testkit
 from testkit.training import make_engine, make_mini_batch, pulled
 from turnstream.batching.config.values import Aggregation
-from turnstream.errors import RejectedError
 from turnstream.types import Ragged
 from turnstream.worker.tensors import to_torch
 from turnstream_server.models.logprobs import response_logprobs
@@ -121,12 +120,21 @@ def test_two_mini_batches_before_a_step_add_their_gradients() -> None:
     assert report.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-6)
 
 
-def test_step_without_a_gradient_is_refused() -> None:
-    engine = make_engine()
-    engine.update(make_mini_batch(), aggregation="token_mean")
+def test_step_without_a_gradient_has_gradient_zero() -> None:
+    engine, zero = make_engine(), make_engine()
+    for each in (engine, zero):
+        each.update(make_mini_batch(), aggregation="token_mean")
+    zero.forward_backward(make_mini_batch(), aggregation="token_mean")
+    for parameter in zero.model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.zero_()
 
-    with pytest.raises(RejectedError, match="no forward_backward since"):
-        engine.optim_step(AdamSettings(learning_rate=0.1))
+    report = engine.optim_step(AdamSettings(learning_rate=0.1))
+    expected = zero.optim_step(AdamSettings(learning_rate=0.1))
+
+    assert report == expected
+    assert report.gradient_norm == 0
+    assert torch.equal(_weights(engine), _weights(zero))
 
 
 def test_the_learning_rate_grows_over_the_warmup_updates() -> None:
