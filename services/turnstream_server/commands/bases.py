@@ -1,6 +1,7 @@
 """The base models that workers serve, as they register them.
 
-A worker registers at its start and renews; a base model without a worker expires.
+A worker registers at its start and renews. A base model without a worker is not served, and stays
+registered.
 """
 
 from __future__ import annotations
@@ -55,12 +56,17 @@ def served_bases(client: redis.Redis) -> dict[str, BaseModel]:
     return _served(stored, now_s=seconds)
 
 
-async def read_bases(client: redis.asyncio.Redis) -> dict[str, BaseModel]:
-    """Return the served base models, each at its name, in order of the names."""
+async def read_bases(
+    client: redis.asyncio.Redis, *, is_served: bool = True
+) -> dict[str, BaseModel]:
+    """Return the base models, each at its name, in order of the names.
+
+    Without `is_served`, those whose workers are away are returned too.
+    """
     with translating():
         seconds, _ = cast("tuple[int, int]", await client.time())
         stored: Mapping[bytes, bytes] = await cast(Any, client.hgetall(BASES))
-    return _served(stored, now_s=seconds)
+    return _served(stored, now_s=seconds if is_served else -1)
 
 
 def _served(stored: Mapping[bytes, bytes], *, now_s: int) -> dict[str, BaseModel]:

@@ -20,7 +20,7 @@ from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Command, Script, run_command, run_command_async
 from turnstream.types.names import file_name
 from turnstream_server.commands.checkpoint_paths import CheckpointPath
-from turnstream_server.commands.keys import EXPIRIES, owner_keys
+from turnstream_server.commands.keys import EXPIRIES, model_keys, owner_keys
 from turnstream_server.commands.writes import essential_write
 
 _DROP: Final = Script("drop_expired", "turnstream_server.commands")
@@ -115,6 +115,36 @@ async def read_checkpoint_async(
         now_ms = _now_ms(cast("tuple[int, int]", await client.time()))
         stored = await cast(Any, client.hget(owner_keys(owner).checkpoints, str(path)))
     return _found(path, stored, now_ms=now_ms)
+
+
+def read_shared(client: redis.Redis, owner: str, path: CheckpointPath) -> SavedCheckpoint:
+    """Return a checkpoint of an owner, or a published one; RunNotFoundError if there is none."""
+    try:
+        return read_checkpoint(client, owner, path)
+    except RunNotFoundError:
+        with translating():
+            other = cast(Any, client.hget(model_keys(path.model_id).model, "owner"))
+        saved = None if other is None else read_checkpoint(client, json.loads(other), path)
+        if saved is None or not saved.public:
+            raise
+        return saved
+
+
+async def read_shared_async(
+    client: redis.asyncio.Redis, owner: str, path: CheckpointPath
+) -> SavedCheckpoint:
+    """Return a checkpoint of an owner, or a published one; RunNotFoundError if there is none."""
+    try:
+        return await read_checkpoint_async(client, owner, path)
+    except RunNotFoundError:
+        with translating():
+            other = await cast(Any, client.hget(model_keys(path.model_id).model, "owner"))
+        if other is None:
+            raise
+        saved = await read_checkpoint_async(client, json.loads(other), path)
+        if not saved.public:
+            raise
+        return saved
 
 
 async def checkpoints_of(

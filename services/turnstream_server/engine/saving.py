@@ -16,6 +16,7 @@ from turnstream_server.commands.checkpoints import (
     SavedCheckpoint,
     folder_of,
     read_checkpoint,
+    read_shared,
     session_folder,
     write_checkpoint,
 )
@@ -81,7 +82,7 @@ class Saver:
             message = f"path is {str(path)!r}, which has no optimizer, expected .../weights/<name>"
             raise BatchingError(message)
         try:
-            saved = read_checkpoint(self.client, record.owner, path)
+            saved = read_shared(self.client, record.owner, path)
         except RunNotFoundError as error:
             raise BatchingError(f"path: {error}") from error
         for field in _MODEL_FIELDS:

@@ -15,7 +15,7 @@ _REFRESH_S: Final = 5.0
 
 
 class BaseModels:
-    """The base models of the workers. One that was served once stays known."""
+    """The base models of the workers. One that was registered once stays known."""
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._client = client
@@ -24,10 +24,7 @@ class BaseModels:
 
     async def served(self) -> Mapping[str, BaseModel]:
         """Return the names of the served base models, each with its model."""
-        served = await read_bases(self._client)
-        self._known |= served
-        self._read_s = time.monotonic()
-        return served
+        return await read_bases(self._client)
 
     async def require_served(self, name: str) -> BaseModel:
         """Return a served base model; BatchingError lists the names of all if it is not served."""
@@ -41,12 +38,13 @@ class BaseModels:
         """Return a base model whose workers may be away for now.
 
         Raises:
-            NotReadyError: no worker has served it since the start of this process.
+            NotReadyError: no worker has ever registered it.
         """
         if name not in self._known or time.monotonic() - self._read_s >= _REFRESH_S:
-            await self.served()
+            self._known = await read_bases(self._client, is_served=False)
+            self._read_s = time.monotonic()
         if name not in self._known:
-            raise NotReadyError(f"no worker serves base model {name!r} at present")
+            raise NotReadyError(f"no worker has registered base model {name!r}")
         return self._known[name]
 
     async def find(self, name: str) -> BaseModel | None:

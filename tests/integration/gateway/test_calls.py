@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from testkit.canned_worker import CannedWorker
+from testkit.gateway_thread import GatewayThread
+from turnstream.store.client.connection import connect
 from turnstream.wire import tinker_pb2 as wire
+from turnstream_server.commands.bases import BaseModel
+from turnstream_server.commands.keys import BASES
+from turnstream_server.embedded import EmbeddedServer
 
 
 def test_calls_run_by_number_and_are_answered_at_once(api: Any, worker: CannedWorker):
@@ -100,10 +107,53 @@ def test_dense_values_of_a_key_are_limited_by_width_and_rate(api: Any, worker: C
     assert "32 MiB/s of dense values" in refused.json()["detail"]
 
 
+def test_calls_are_accepted_while_gateway_and_worker_were_away(
+    base: BaseModel,
+    new_gateway: Callable[..., GatewayThread],
+    new_api: Callable[..., Any],
+    server: EmbeddedServer,
+):
+    with CannedWorker(server.url, base):
+        before = new_api(new_gateway())
+        model, sampler = before.model(), before.sampler()
+    with connect(server.url) as client:
+        stored: Any = client.hget(BASES, base.name)
+        away = json.dumps(json.loads(stored) | {"until_s": 0})  # as after 30 s
+        client.hset(BASES, base.name, away)
+    api = new_api(new_gateway())
+
+    submitted = [api.train(model, 1), api.sample(sampler, 1)]
+    named = api.get("get_server_capabilities")["supported_models"]
+
+    assert [each.status_code for each in submitted] == [200, 200]
+    assert base.name not in [each["model_name"] for each in named]
+    with CannedWorker(server.url, base):
+        assert api.result(submitted[0].json()["request_id"])["metrics"] == {"loss:sum": 11.0}
+
+
+def test_cancelled_samples_fail_and_other_calls_cannot_be_cancelled(api: Any, worker: CannedWorker):
+    model, sampler = api.model(), api.sampler()
+    done = api.sample(sampler, 1).json()["request_id"]
+    api.result(done)
+    worker.may_run.clear()
+    waiting = api.sample(sampler, 2).json()["request_id"]
+    training = api.train(model, 1).json()["request_id"]
+
+    statuses = [api.post("cancel_future", request_id=each) for each in (done, waiting, training)]
+    worker.may_run.set()
+
+    assert [each.status_code for each in statuses] == [200, 200, 400]
+    assert "cannot be cancelled: calls of a model run in order" in statuses[2].json()["detail"]
+    assert api.result(waiting) == {"error": "the sample was cancelled", "category": "user"}
+    assert "sequences" in api.result(done)
+    assert api.result(training)["metrics"] == {"loss:sum": 11.0}
+
+
 def test_other_calls_without_effect_use_up_their_numbers(api: Any, worker: CannedWorker):
     model = api.model()
     calls: list[tuple[str, dict[str, Any], str]] = [
         ("optim_step", {"adam_params": {"beta1": 2}}, "adam_params.beta1"),
+        ("optim_step", {"adam_params": {"amsgrad": True}}, "'amsgrad' is unknown; known: learning"),
         ("optim_step", {"optimizer_params": {"type": "dimuon"}}, "'dimuon' is not supported"),
         ("save_weights", {"path": "a/b"}, "'/' is not allowed"),
         ("save_weights_for_sampler", {}, "expected one of them"),

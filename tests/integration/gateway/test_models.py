@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any
@@ -127,6 +128,45 @@ def test_checkpoints_are_listed_changed_and_deleted(
     (left,) = api.get(folder)["checkpoints"]
     assert (left["checkpoint_id"], left["public"]) == ("sampler_weights/s1", False)
     assert api.http.delete(f"{folder}/other/s1").status_code == 404
+
+
+def test_published_checkpoint_serves_other_keys_until_it_is_not(
+    api: Any, gateway: GatewayThread, new_api: Callable[..., Any]
+):
+    model, other = api.model(), new_api(gateway, key="tml-reader")
+    own_model, session = other.model(), other.session()
+    save = api.answer("save_weights", model_id=model, seq_id=1, path="s1")["request_id"]
+    path = api.result(save)["path"]
+    publish = f"training_runs/{model}/checkpoints/weights/s1/publish"
+    numbers = itertools.count(1)
+
+    def uses() -> list[int]:
+        number = next(numbers)
+        load = {"model_id": own_model, "seq_id": number, "path": path, "optimizer": False}
+        loaded = other.result(other.answer("load_weights", **load)["request_id"])
+        new = {"session_id": session, "model_seq_id": number, "path": path}
+        sampler = {"session_id": session, "sampling_session_seq_id": number, "model_path": path}
+        return [
+            400 if "error" in loaded else 200,
+            other.post("load_weights", **new).status_code,
+            other.post("create_sampling_session", **sampler).status_code,
+            other.post("weights_info", tinker_path=path).status_code,
+        ]
+
+    before = uses()
+    api.answer(publish)
+    published = uses()
+    changes = [
+        other.http.delete(publish).status_code,
+        other.http.delete(publish.removesuffix("/publish")).status_code,
+        other.http.put(publish.replace("publish", "ttl"), json={"ttl_seconds": 4000}).status_code,
+    ]
+    api.http.delete(publish)
+
+    assert before == [400, 404, 404, 404]
+    assert published == [200] * 4
+    assert changes == [404] * 3
+    assert uses() == before
 
 
 def test_runs_are_listed_in_pages(

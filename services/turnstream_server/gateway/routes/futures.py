@@ -13,6 +13,7 @@ from turnstream.errors import BatchingError, UnavailableError
 from turnstream_server.commands.kept_results import keep_fetched
 from turnstream_server.commands.request_ids import RequestId, parse_request_id
 from turnstream_server.commands.results import Answer, Failure, TrainingOutput, decode_result
+from turnstream_server.commands.samplers import cancel_sample
 from turnstream_server.commands.waiting import DroppedResultError, UnknownRequestError
 from turnstream_server.gateway.access import Authenticated, Caller
 from turnstream_server.gateway.bodies import Body, json_response, off_loop, read_json
@@ -56,8 +57,13 @@ async def retrieve_future(request: Request, body: Body, caller: Authenticated) -
 
 @router.post("/cancel_future")
 async def cancel_future(body: Body, caller: Authenticated) -> Response:
-    """Accept that the caller does not wait any more; the request runs all the same."""
-    await _check_owner(caller, _request_id(body))
+    """Fail a sample that has no result yet; 400 for a call of a model, which runs in its order."""
+    request_id = _request_id(body)
+    await _check_owner(caller, request_id)
+    if not request_id.is_sample:
+        message = f"request {str(request_id)!r} cannot be cancelled: calls of a model run in order"
+        raise BatchingError(message)
+    await cancel_sample(caller.client, request_id)
     return json_response({})
 
 

@@ -13,14 +13,14 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 from turnstream.errors import BatchingError
 from turnstream_server.commands.bases import BaseModel
 from turnstream_server.commands.checkpoint_paths import CheckpointPath
-from turnstream_server.commands.checkpoints import read_checkpoint_async
+from turnstream_server.commands.checkpoints import read_shared_async
 from turnstream_server.commands.contents import CreateModel
 from turnstream_server.commands.models import ModelRecord, create_model
 from turnstream_server.commands.sessions import add_member
 from turnstream_server.gateway.access import Authenticated, Caller
 from turnstream_server.gateway.bodies import Body, json_response, read_json, read_object
 from turnstream_server.gateway.routes.training import submit_model_call
-from turnstream_server.gateway.tinker.json_parts import Int64, Part
+from turnstream_server.gateway.tinker.json_parts import Int64, Part, Settings
 
 router = APIRouter()
 
@@ -31,7 +31,7 @@ _LAYERS: Final = ("train_attn", "train_mlp", "train_unembed")
 _Number = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 
 
-class _Lora(Part):
+class _Lora(Settings):
     rank: StrictInt = _DEFAULT_RANK
     seed: Int64 | None = None
     train_unembed: StrictBool = True
@@ -39,7 +39,7 @@ class _Lora(Part):
     train_attn: StrictBool = True
 
 
-class _Optimizer(Part):
+class _Optimizer(Settings):
     type: StrictStr = "adamw"
 
 
@@ -117,7 +117,7 @@ async def _create_from_checkpoint(caller: Caller, sent: _FromCheckpoint) -> Resp
     path = CheckpointPath.parse(sent.path)
     if path.kind != "weights":
         raise BatchingError(f"path is {sent.path!r}: training needs a checkpoint of save_weights")
-    saved = await read_checkpoint_async(caller.client, caller.owner, path)
+    saved = await read_shared_async(caller.client, caller.owner, path)
     if sent.base_model not in (None, saved.base_model):
         expected = f"that of checkpoint {sent.path!r} is {saved.base_model!r}"
         raise BatchingError(f"base_model is {sent.base_model!r}, {expected}")

@@ -12,7 +12,7 @@ from pydantic import Field, StrictInt, StrictStr
 from turnstream.errors import BatchingError, RecordError
 from turnstream_server.commands.bases import BaseModel
 from turnstream_server.commands.checkpoint_paths import CheckpointPath
-from turnstream_server.commands.checkpoints import folder_of, read_checkpoint_async
+from turnstream_server.commands.checkpoints import folder_of, read_shared_async
 from turnstream_server.commands.request_ids import RequestId
 from turnstream_server.commands.samplers import (
     SamplerRecord,
@@ -117,7 +117,7 @@ async def _record(caller: Caller, sent: _NewSampler) -> SamplerRecord:
     path = CheckpointPath.parse(sent.model_path)
     if path.kind == "external_weights":
         raise BatchingError(f"model_path is {sent.model_path!r}: external weights are not served")
-    saved = await read_checkpoint_async(caller.client, caller.owner, path)
+    saved = await read_shared_async(caller.client, caller.owner, path)
     return SamplerRecord(
         sampler_id,
         saved.base_model,

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from turnstream.errors import BatchingError, RunNotFoundError
 from turnstream_server.commands.checkpoint_paths import CheckpointPath
-from turnstream_server.commands.checkpoints import read_checkpoint_async
+from turnstream_server.commands.checkpoints import read_shared_async
 from turnstream_server.commands.contents import (
     Content,
     ForwardBackwardRun,
@@ -159,7 +159,7 @@ async def _problem_of_checkpoint(caller: Caller, model: ModelRecord, path: Check
     if path.model_id == model.model_id:
         return ""  # an earlier call that still waits may save it: the worker checks it in its turn
     try:
-        saved = await read_checkpoint_async(caller.client, caller.owner, path)
+        saved = await read_shared_async(caller.client, caller.owner, path)
     except RunNotFoundError as error:
         return str(error)
     for name in ("base_model", "lora_rank"):

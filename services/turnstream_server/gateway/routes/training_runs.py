@@ -17,6 +17,7 @@ from turnstream_server.commands.checkpoints import (
     checkpoints_of,
     delete_checkpoint,
     read_checkpoint_async,
+    read_shared_async,
 )
 from turnstream_server.commands.models import models_of_owner, read_model_async
 from turnstream_server.gateway.access import Authenticated, Caller
@@ -108,7 +109,7 @@ async def set_ttl(
 
 @router.post(f"{_CHECKPOINT}/publish")
 async def publish(model_id: str, kind: str, name: str, caller: Authenticated) -> Response:
-    """Mark a checkpoint as public."""
+    """Let all keys load a checkpoint, and sample from it."""
     saved = await _saved(caller, _path(model_id, kind, name))
     await change_checkpoint(caller.client, caller.owner, saved._replace(public=True))
     return json_response({})
@@ -116,7 +117,7 @@ async def publish(model_id: str, kind: str, name: str, caller: Authenticated) ->
 
 @router.delete(f"{_CHECKPOINT}/publish")
 async def unpublish(model_id: str, kind: str, name: str, caller: Authenticated) -> Response:
-    """Remove the mark of `publish`."""
+    """Undo `publish`; weights that were loaded stay loaded."""
     saved = await _saved(caller, _path(model_id, kind, name))
     await change_checkpoint(caller.client, caller.owner, saved._replace(public=False))
     return json_response({})
@@ -125,7 +126,8 @@ async def unpublish(model_id: str, kind: str, name: str, caller: Authenticated) 
 @router.post("/weights_info")
 async def weights_info(body: Body, caller: Authenticated) -> Response:
     """Return the settings of the model that saved a checkpoint."""
-    saved = await _saved(caller, CheckpointPath.parse(read_json(body, _Path).tinker_path))
+    path = CheckpointPath.parse(read_json(body, _Path).tinker_path)
+    saved = await read_shared_async(caller.client, caller.owner, path)
     return json_response(
         {
             "base_model": saved.base_model,

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from turnstream.errors import BatchingError, RecordError
 from turnstream_server.gateway.tinker.loss_inputs import require_tokens
 
 Int32 = Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)]
 Int64 = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
+
+_UNKNOWN: Final = "unknown_setting"
+"""The type of the error of `Settings`."""
 
 _LONGEST_VALUE: Final = 80
 """Characters of a value that an error quotes."""
@@ -26,6 +37,21 @@ class Part(BaseModel):
     """An object of a body. Fields that a newer SDK adds are ignored."""
 
     model_config = ConfigDict(extra="ignore")
+
+
+class Settings(Part):
+    """An object of settings. A field that is not known is refused, unless it is null."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, values: object) -> object:
+        if isinstance(values, dict):
+            given = cast("dict[str, object]", values)
+            unknown = [name for name in given if name not in cls.model_fields]
+            if named := ", ".join(repr(each) for each in unknown if given[each] is not None):
+                context = {"named": _short(named), "known": ", ".join(cls.model_fields)}
+                raise PydanticCustomError(_UNKNOWN, "{named} is unknown; known: {known}", context)
+        return values
 
 
 class Chunk(Part):
@@ -75,10 +101,11 @@ def _problem(error: ValidationError, *, path: Sequence[str]) -> str:
     first = error.errors(include_url=False, include_context=False)[0]
     inner = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in first["loc"])
     named = ", ".join([*path, *([inner.removeprefix(".")] if inner else [])])
-    got = "" if first["type"] == "missing" else f", got {_short(first['input'])}"
+    if first["type"] == _UNKNOWN:
+        return f"{named}: {first['msg']}"
+    got = "" if first["type"] == "missing" else f", got {_short(repr(first['input']))}"
     return f"{named}: {first['msg'].lower()}{got}"
 
 
-def _short(value: object) -> str:
-    text = repr(value)
+def _short(text: str) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."

@@ -24,7 +24,7 @@ from turnstream_server.commands.contents import (
     SaveForSampler,
     SaveWeights,
 )
-from turnstream_server.gateway.tinker.json_parts import Part, read_header, read_part
+from turnstream_server.gateway.tinker.json_parts import Part, Settings, read_header, read_part
 from turnstream_server.gateway.tinker.run_calls import make_run_call
 
 _Number = Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)]
@@ -51,7 +51,7 @@ class _Header(Part):
     seq_id: Annotated[StrictInt, Field(ge=1)]
 
 
-class _AdamParams(Part):
+class _AdamParams(Settings):
     learning_rate: _Number = 1e-4
     beta1: _Beta = 0.9
     beta2: _Beta = 0.95

@@ -16,6 +16,7 @@ from turnstream_server.gateway.tinker.json_parts import (
     Int64,
     ModelInput,
     Part,
+    Settings,
     read_header,
     read_part,
 )
@@ -54,7 +55,7 @@ class _Header(Part):
     num_samples: StrictInt = Field(default=1, ge=1)
 
 
-class _Params(Part):
+class _Params(Settings):
     max_tokens: StrictInt | None = None
     seed: Int64 | None = None
     stop: StrictStr | list[StrictStr] | list[Int32] | None = None

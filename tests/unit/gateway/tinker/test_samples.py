@@ -108,6 +108,14 @@ def test_stop_is_absent_empty_text_or_tokens(stop: Any, expected: Any) -> None:
         ({"sampling_params__top_p": 0.0}, "top_p: 0.0 is not above 0"),
         ({"sampling_params__stop": [1, "a"]}, r"sampling_params\.stop.*got"),
         ({"sampling_params__max_tokens": True}, r"sampling_params\.max_tokens: .*got True"),
+        (
+            {
+                "sampling_params__min_p": 0.1,
+                "sampling_params__Penalty": 1,
+                "sampling_params__n": None,
+            },
+            r"sampling_params: 'min_p', 'Penalty' is unknown; known: max_tokens, seed, stop",
+        ),
         ({"target_prompt_logprobs": [1]}, r"target_prompt_logprobs is \[1\]: it is not supported"),
         ({"prompt_alt_tokens_k": 3}, "prompt_alt_tokens_k is 3: it is not supported"),
         ({"prompt_logprobs_last_n": 4}, "prompt_logprobs_last_n is 4: it is not supported"),
