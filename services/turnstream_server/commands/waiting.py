@@ -130,8 +130,9 @@ class ResultWaiter:
                         position = await self._newest()
                         self._notify(*self._waiters)
                     position = await self._read_from(position)
-            except (UnavailableError, RejectedError) as error:
-                logger.warning("results: %s", error)
+            except Exception as error:
+                is_known = isinstance(error, UnavailableError | RejectedError)
+                logger.warning("results: %s", error, exc_info=None if is_known else error)
                 position = None
                 await asyncio.sleep(_RETRY_S)
 

@@ -165,8 +165,10 @@ async def _delete_without_end(client: redis.asyncio.Redis, *, silence_s: float) 
                 logger.info("session closed: no heartbeat", extra={"session": session_id})
             await drop_due(client)
             await asyncio.sleep(pause_s)
-        except TurnstreamError as error:
-            logger.warning("silent sessions and results are not deleted: %s", error)
+        except Exception as error:
+            is_known = isinstance(error, TurnstreamError)
+            message = "silent sessions and results are not deleted: %s"
+            logger.warning(message, error, exc_info=None if is_known else error)
             await asyncio.sleep(grace_s)
 
 

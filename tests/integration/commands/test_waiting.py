@@ -155,6 +155,24 @@ async def test_notification_without_a_result_does_not_end_a_wait(waiting: Waitin
     assert decode_result(await wait or b"") == Answer({"n": 1})
 
 
+async def test_listener_reports_a_damaged_entry_and_continues(
+    waiting: Waiting, caplog: pytest.LogCaptureFixture
+) -> None:
+    request_id = await waiting.submit(1)
+    wait = asyncio.create_task(waiting.waiter.result(request_id, timeout_s=60.0))
+    await wait_until_async(waiting.is_blocked)
+
+    await waiting.client.xadd(DONE, {"r": b"\xff"})
+
+    async def is_reported() -> bool:
+        return "results: 'utf-8' codec can't decode" in caplog.text
+
+    await wait_until_async(is_reported)
+    await asyncio.to_thread(waiting.run_all)
+    async with asyncio.timeout(20.0):
+        assert decode_result(await wait or b"") == Answer({"n": 1})
+
+
 async def test_listening_ends_in_any_state_of_its_connection(server: EmbeddedServer) -> None:
     # A cancellation that came while the client connected was lost, and the process never ended.
     for turns in range(40):
