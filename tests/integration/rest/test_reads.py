@@ -138,6 +138,32 @@ def test_ledger_adds_up_and_names_reasons(api: RestApi, trained: turnstream.Run)
     assert ledger["states"]["abandoned"]["reasons"] == {"no engine": 2}
 
 
+def test_ledger_returns_the_state_of_its_query(api: RestApi, trained: turnstream.Run) -> None:
+    path = f"runs/{trained.name}/ledger"
+    states = api.get(path)["states"]
+
+    for state in states:
+        assert api.get(path, state=state)["states"] == {state: states[state]}
+    assert api.get(path, state="dead")["states"] == {}
+    refused = api.refused("GET", f"{path}?state=lost", 422)
+    assert refused["field"] == "query.state"
+    assert len(states) > 1
+
+
+def test_query_parameter_that_no_route_reads_is_refused(
+    api: RestApi, trained: turnstream.Run
+) -> None:
+    for path, names in [
+        ("ledger?stat=sealed", "known: state"),
+        ("batches?from=1", "known: "),
+        ("waits?kind=no_planner", "this route has none"),
+    ]:
+        problem = api.refused("GET", f"runs/{trained.name}/{path}", 422)
+        name = path.partition("?")[2].partition("=")[0]
+        assert problem["field"] == f"query.{name}"
+        assert f"it is no query parameter of this route; {names}" in problem["detail"]
+
+
 def test_trajectory_has_its_events_in_order(api: RestApi, trained: turnstream.Run) -> None:
     found = api.get(f"runs/{trained.name}/trajectories/a/1")
 

@@ -7,7 +7,7 @@ import json
 import logging
 from typing import Any, Final
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
@@ -25,6 +25,7 @@ from turnstream_server.gateway.rest.problems import (
     problem_of,
     response,
 )
+from turnstream_server.gateway.rest.queries import refuse_unknown_query
 from turnstream_server.gateway.rest.runs import (
     batches,
     events,
@@ -83,7 +84,7 @@ def make_rest_app(gateway: Gateway) -> FastAPI:
     store.add_store_links(app, gateway)
     events.add_event_state(app)
     for router in ROUTERS:
-        app.include_router(router)
+        app.include_router(router, dependencies=[Depends(refuse_unknown_query)])
     app.add_route("/openapi.json", _Document(app).get, methods=["GET"])
     app.add_exception_handler(TurnstreamError, _refuse)
     app.add_exception_handler(RequestValidationError, _invalid)

@@ -11,6 +11,7 @@ from fastapi.responses import Response
 
 from turnstream.errors import ReleasedError, RunNotFoundError
 from turnstream.store.run.configs import open_run
+from turnstream.types import TrajectoryState
 from turnstream_server.bus.queries.ledger_facts import ledger_facts
 from turnstream_server.bus.queries.trajectory_history import TrajectoryNotFoundError, read_history
 from turnstream_server.bus.release.compact_records import LedgerFileError
@@ -29,12 +30,20 @@ Sample = Annotated[int, Path(ge=0, le=_LARGEST, description="Its sample, from 0.
 Attempt = Annotated[int, Query(ge=0, le=_LARGEST, description="Number of its retry.")]
 
 
+State = Annotated[
+    TrajectoryState | None, Query(description="The only state of `states`; all by default.")
+]
+
+
 @router.get("/runs/{run}/ledger", response_model=Ledger, summary="Count trajectories")
-async def get_ledger(run: RunName, caller: Read) -> Response:
+async def get_ledger(run: RunName, caller: Read, state: State = None) -> Response:
     """Return the number of trajectories by state and reason, and the bytes that they hold."""
 
     def read(client: redis.Redis) -> dict[str, Any]:
-        return ledger_facts(client, open_run(client, run))
+        facts = ledger_facts(client, open_run(client, run))
+        if state is not None:
+            facts["states"] = {k: v for k, v in facts["states"].items() if k == state.value}
+        return facts
 
     return await answer(caller, Ledger, read)
 

@@ -188,7 +188,7 @@ class Prompts(BaseModel):
 
 
 class Ledger(BaseModel):
-    """Where the trajectories of a run are. The counts of all states add up to `accepted`."""
+    """Where the trajectories of a run are. Without a query, the counts add up to `accepted`."""
 
     run: str
     accepted: int
@@ -201,7 +201,9 @@ class Ledger(BaseModel):
     lineage: str
     rollbacks: list[dict[str, Any]]
     origin: dict[str, Any] | None
-    states: dict[TrajectoryState, StateFacts] = Field(description="Only states that occur.")
+    states: dict[TrajectoryState, StateFacts] = Field(
+        description="Only states that occur, or the state of the query."
+    )
     prompts: Prompts
     budget: dict[str, Any] = Field(description="Bytes of the run, and their limits.")
     full: str | None = Field(description="Why the run takes no more bytes; null if it does.")
