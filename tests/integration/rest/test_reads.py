@@ -26,7 +26,7 @@ from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.jobs.batches import read_batch, write_batch
 from turnstream_server.jobs.ledger import read_run_ledger, read_trajectory
 from turnstream_server.jobs.runs import read_run
-from turnstream_server.jobs.status import read_reasons
+from turnstream_server.jobs.status import read_reasons, read_status
 
 _numbers = itertools.count(1)
 
@@ -66,15 +66,17 @@ def new_run(service: turnstream.Service) -> Callable[..., turnstream.Run]:
     return make
 
 
-def write(run: turnstream.Run, *group_ids: str, num_samples: int = 2) -> None:
-    """Write groups whose trajectories have two turns and different rewards."""
+def write(
+    run: turnstream.Run, *group_ids: str, num_samples: int = 2, reward: float | None = None
+) -> None:
+    """Write groups whose trajectories have two turns and different rewards, or this one."""
     with run.publisher("writer") as publisher:
         for group_id in group_ids:
             with publisher.group(group_id, num_samples=num_samples) as group:
                 for sample, trajectory in enumerate(group):
                     trajectory.append(ids("ab"), ids("CD"), policy_version=0)
                     trajectory.append(ids("abCDe"), ids("FG"), policy_version=0)
-                    trajectory.seal(reward=float(sample))
+                    trajectory.seal(reward=float(sample) if reward is None else reward)
 
 
 def train(run: turnstream.Run, *, num_steps: int, commits: bool = False) -> None:
@@ -254,6 +256,25 @@ def test_reasons_are_those_of_the_command_line(
     ]
     assert content["reasons"][0]["kind"] == "run_paused"
     assert "judge is down" in content["reasons"][0]["sentence"]
+
+
+def test_newest_batch_of_equal_rewards_is_a_reason(
+    api: RestApi, own_store: EmbeddedServer, new_run: Callable[..., turnstream.Run]
+) -> None:
+    run = new_run(max_planned_ahead=1)
+    write(run, "a", "b", reward=1.0)
+    wait_until(lambda: read_run_ledger(own_store.url, run.name)["planned"] == 1)
+
+    [reason] = api.get(f"runs/{run.name}/waits")["reasons"]
+    [status] = read_status(own_store.url, run.name)
+
+    assert (reason["kind"], reason["facts"]) == ("no_signal", {"step": 1, "groups": 2})
+    assert status["reason"] == reason
+    write(run, "c", "d")
+    train(run, num_steps=1)
+    wait_until(lambda: read_run_ledger(own_store.url, run.name)["planned"] == 2)
+    kinds = [each["kind"] for each in api.get(f"runs/{run.name}/waits")["reasons"]]
+    assert kinds == ["nothing_wrong"]
 
 
 def test_version_is_announced_once_and_awaited(

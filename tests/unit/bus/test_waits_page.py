@@ -119,6 +119,7 @@ MOMENTS = [
         release_trouble="step 3 is not archived: [Errno 28] No space left on device",
     ),
     of(planned=5, damage=DAMAGE),
+    of(num_flat_groups=8),
     of(is_closed=True),
     of(
         dead=KeptDeadLetters(

@@ -62,6 +62,14 @@ def test_scanned_run_without_obstacles_is_healthy(changes: dict[str, Any], state
     assert (found.kind, found.sentence) == (WaitKind.NOTHING_WRONG, f"nothing is wrong: {state}")
 
 
+def test_newest_batch_without_an_advantage_is_a_reason() -> None:
+    (found,) = reasons(scanned(**OFFERED, num_flat_groups=4))
+
+    assert found.kind is WaitKind.NO_SIGNAL
+    assert found.facts == {"step": 3, "groups": 4}
+    assert found.sentence.startswith("all advantages of step 3, the newest batch, are 0: the rew")
+
+
 @pytest.mark.parametrize(
     ("session_epoch", "trainer"),
     [(1, "trainer session 1 has it for 95 s"), (0, "no trainer session has begun for 95 s")],

@@ -165,6 +165,7 @@ class WaitKind(StrEnum):
     GENERATOR_GONE = "generator_gone"
     MEMBER_LAPSED = "member_lapsed"
     PASS_RATE_LOW = "pass_rate_low"  # noqa: S105 - a share of groups, no password
+    NO_SIGNAL = "no_signal"
     MEMBER_UNSEALED = "member_unsealed"
     REWARD_AWAITED = "reward_awaited"
     REFILL_OPEN = "refill_open"

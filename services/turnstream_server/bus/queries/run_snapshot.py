@@ -32,6 +32,7 @@ from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, Traje
 from turnstream_server.bus.admin.dead_letters import read_kept
 from turnstream_server.bus.core.frontier import Frontier, read_frontier
 from turnstream_server.bus.core.scan import PAGE, entry_ms, hash_fields, readable_events, server_ms
+from turnstream_server.bus.planning.manifests import read_plan
 from turnstream_server.bus.queries.ledger import (
     STATES_WITH_REASON,
     TOP_REASONS,
@@ -83,7 +84,27 @@ def read_snapshot(client: redis.Redis, run: str) -> WaitSnapshot:
         num_unsealed=untrained[f"{TrajectoryState.ABANDONED}: {UNSEALED}"],
         unseen_by=_unseen_by(client, run, frontier),
         dead=read_kept(client, run),
+        num_flat_groups=_num_flat_groups(client, run, frontier, snapshot.config),
     )
+
+
+def _num_flat_groups(
+    client: redis.Redis, run: str, frontier: Frontier, config: BatchingConfig
+) -> int:
+    """Return the groups of the newest batch if all its advantages are 0; 0 for other batches.
+
+    With gae the advantages of a plan are always 0, and the trainer estimates them. A damaged plan
+    is a reason of its own.
+    """
+    try:
+        stored = read_plan(client, run, frontier.planned)
+    except RecordError:
+        return 0
+    if stored is None or config.estimator == "gae":
+        return 0
+    members = [each for group in stored.manifest.groups for each in group.trajectories]
+    is_flat = not any(each.advantage or any(each.turn_advantages) for each in members)
+    return len(stored.manifest.groups) if is_flat else 0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -69,6 +69,10 @@ _SENTENCES: Final[dict[WaitKind, str]] = {
         "{dropped} of the {decided} groups that were decided[ since step {since} was planned] were "
         "dropped[; trajectories that ended untrained, of the whole run: {ended}]"
     ),
+    WaitKind.NO_SIGNAL: (
+        "all advantages of step {step}, the newest batch, are 0: the rewards in each of its "
+        "{groups} groups are equal, so its policy loss trains nothing"
+    ),
     WaitKind.MEMBER_UNSEALED: (
         "{trajectories} trajectories were left without a seal and are not trained: the generator "
         "has to call seal(reward=...) before the block of a trajectory ends"

@@ -43,6 +43,7 @@ def reasons(snapshot: WaitSnapshot | None, *, group: GroupOpened | None = None) 
     found += _of_bytes(snapshot, 1 if group is None else group.num_samples, is_training)
     if is_training:
         found += [*_of_capacity(snapshot), *_of_pass_rate(snapshot), *_of_shortage(snapshot)]
+        found += _of_newest_batch(snapshot)
     for each in snapshot.groups:
         found += _of_group(each, has_failed_only=not snapshot.waits_for_members)
     if snapshot.is_scanned and not found:
@@ -221,6 +222,13 @@ def _of_pass_rate(snapshot: WaitSnapshot) -> Iterator[WaitReason]:
         ended = ", ".join(f"{number} x {end}" for end, number in snapshot.untrained)
         facts |= dict(snapshot.untrained)
         yield wait_reason(WaitKind.PASS_RATE_LOW, facts, since=step or None, ended=ended)
+
+
+def _of_newest_batch(snapshot: WaitSnapshot) -> Iterator[WaitReason]:
+    """Yield that the newest batch has no advantage other than 0."""
+    if snapshot.num_flat_groups:
+        facts: dict[str, Fact] = {"step": snapshot.planned, "groups": snapshot.num_flat_groups}
+        yield wait_reason(WaitKind.NO_SIGNAL, facts)
 
 
 def _of_shortage(snapshot: WaitSnapshot) -> Iterator[WaitReason]:

@@ -112,7 +112,7 @@ class WaitSnapshot:
     """The state of a run at one time.
 
     One script reads it. A server that scans the ledger, too, replaces the counts and names of
-    groups by exact ones, and sets the last four attributes. See store/client/keys.py for the
+    groups by exact ones, and sets the last five attributes. See store/client/keys.py for the
     numbers that are stored.
 
     Attributes:
@@ -140,6 +140,7 @@ class WaitSnapshot:
         is_scanned: whether the ledger was scanned.
         num_unsealed: trajectories whose block ended without a seal.
         unseen_by: the observers that have not seen the oldest committed step.
+        num_flat_groups: groups of the newest batch if all its advantages are 0; else 0.
     """
 
     run: str
@@ -179,6 +180,7 @@ class WaitSnapshot:
     is_scanned: bool = False
     num_unsealed: int = 0
     unseen_by: str = ""
+    num_flat_groups: int = 0
     dead: KeptDeadLetters | None = None
 
     @property
