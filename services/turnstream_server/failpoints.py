@@ -77,6 +77,7 @@ NAMES: Final = frozenset(
         "delete.after_slice",  # a part of the payload is gone
         "delete.after_payload",  # the name of the run is not free yet
         "gateway.after_submit",  # a command is in the log, its client has no request id
+        "engine.after_pass",  # a call of a model has a part of its gradient, and passes left
         "engine.after_run",  # a command of a model has run, its result is not written
         "engine.after_finish",  # its result is written, no durable checkpoint has its effect
         "engine.after_save",  # the folder of a checkpoint is written, its record is not

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+from unittest.mock import patch
 
 import redis
 import redis.asyncio
@@ -45,7 +46,7 @@ from turnstream_server.commands.models import ModelRecord, create_model
 from turnstream_server.commands.operation_records import encode_operation
 from turnstream_server.commands.results import Answer, Failure, Result, decode_result
 from turnstream_server.commands.sessions import add_member, close_silent
-from turnstream_server.engine.host import Host, Lockstep
+from turnstream_server.engine.host import Host, Lockstep, Outputs
 from turnstream_server.engine.hosted_base import OPTIMIZER, EngineSettings, HostedBase
 from turnstream_server.engine.hosted_model import ModelSettings
 from turnstream_server.engine.loop import EngineLoop, LoopSettings
@@ -212,6 +213,20 @@ def save(name: str, *, overwrite: bool = False) -> SaveWeights:
 def datums(seed: int, *lengths: int, loss: str = "cross_entropy") -> Operation:
     """Return a training call of these lengths."""
     return make_operation(*lengths or (5, 3), loss=loss, seed=seed)
+
+
+@contextlib.contextmanager
+def passes_of_models() -> Iterator[list[str]]:
+    """Yield the id of the model of each forward pass over training calls in the block."""
+    train, passes = Host.train, list[str]()
+
+    def recorded(host: Host, model_id: str, *, adds_gradient: bool) -> Outputs | None:
+        passes.append(model_id)
+        return train(host, model_id, adds_gradient=adds_gradient)
+
+    recorded.__name__ = "train"  # `Lockstep` calls it by its name
+    with patch.object(Host, "train", recorded):
+        yield passes
 
 
 def new_house(url: str, base: Path, root: Path) -> House:

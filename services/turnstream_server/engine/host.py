@@ -20,11 +20,12 @@ from turnstream_server.commands.models import ModelRecord
 from turnstream_server.engine.hosted_base import HostedBase, LoadedModel, write
 from turnstream_server.engine.run_streams import OpenStream, RunStreams
 from turnstream_server.engine.run_training import RunReport, check_fits, train_mini_batch
-from turnstream_server.engine.shares import OperationShare, ReadShares
+from turnstream_server.engine.shares import OperationShare, ReadShares, one_pass_each
 from turnstream_server.models.folders import name_base, new_folder
 from turnstream_server.trainer.optimizer import StepReport
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
 from turnstream_server.trainer.settings import AdamSettings
+from turnstream_server.trainer.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,9 @@ class Host:
         self._read_shares = read_shares
         self._ranks = ranks
         self._models: dict[str, LoadedModel] = {}
-        self._shares: Sequence[OperationShare] = ()
+        self._shares: dict[str, Sequence[OperationShare]] = {}
+        self._begun: dict[str, Turns[Any]] = {}
+        """Training calls that have passes left, by the id of their model."""
         self._runs = RunStreams(open_stream)
 
     def make(self, record: ModelRecord) -> None:
@@ -94,7 +97,8 @@ class Host:
 
     def unload(self, record: ModelRecord) -> None:
         """Free the weights of a model, if it is loaded, and close its runs."""
-        self._shares = ()
+        self._shares.pop(record.model_id, None)
+        self._begun.pop(record.model_id, None)
         self._runs.close(record.model_id)
         loaded = self._models.pop(record.model_id, None)
         if loaded is not None:
@@ -104,22 +108,40 @@ class Host:
 
     def read(self, model_id: str, run: Run, skipped: frozenset[int]) -> None:
         """Read the rows of training calls for `train`."""
-        self._shares = self._read_shares(model_id, run, skipped)
+        self._shares[model_id] = self._read_shares(model_id, run, skipped)
 
-    def train(self, model_id: str, *, adds_gradient: bool) -> Outputs:
-        """Return the results of the rows of `read` on this rank."""
+    def train(self, model_id: str, *, adds_gradient: bool) -> Outputs | None:
+        """Run the next forward pass over the rows of `read` on this rank.
+
+        Returns the results of all rows after the last pass, and None before. All ranks have equally
+        many passes.
+        """
+        return self._next_turn(model_id, lambda: self._train(model_id, adds_gradient=adds_gradient))
+
+    def _next_turn(self, model_id: str, begin: Callable[[], Turns[_Value]]) -> _Value | None:
+        """Begin work of a model, or continue it; return its result at its end."""
+        turns = self._begun.pop(model_id, None) or begin()
+        try:
+            next(turns)
+        except StopIteration as end:
+            return end.value
+        self._begun[model_id] = turns
+        return None
+
+    def _train(self, model_id: str, *, adds_gradient: bool) -> Turns[Outputs]:
         engine = self._models[model_id].engine
         run = engine.forward_backward_operations if adds_gradient else engine.forward_operations
-        shares, self._shares = self._shares, ()
         outputs: Outputs = {}
-        for share in shares:
+        for place, share in enumerate(one_pass_each(self._shares.pop(model_id))):
+            if place:
+                yield
             report, rows = run(share.mini_batch, loss=share.loss), share.mini_batch.rows
             assert rows.operations is not None
-            names = zip(rows.operations.request_id, rows.operations.datum_index, strict=True)
-            for row_id, (request_id, place) in zip(rows.row_id.tolist(), names, strict=True):
+            for row in share.mini_batch.info.micro_batches[0]:
+                row_id = int(rows.row_id[row])
                 if row_id in report.losses:  # an inert row has none
-                    output = DatumOutput(report.losses[row_id], report.logprobs[row_id])
-                    outputs[request_id, int(place)] = output
+                    name = rows.operations.request_id[row], int(rows.operations.datum_index[row])
+                    outputs[name] = DatumOutput(report.losses[row_id], report.logprobs[row_id])
         return outputs
 
     def has_finite_gradient(self, model_id: str) -> bool:
@@ -140,11 +162,18 @@ class Host:
         mini_batch = self._runs.pull(record.model_id, run, timeout_s=timeout_s)
         check_fits(mini_batch, context_length=base.context_length, vocab_size=base.vocab_size)
 
-    def train_run(self, model_id: str, content: ForwardBackwardRun) -> RunReport:
-        """Take the mini-batch of `pull_run`, and add its gradient."""
-        mini_batch = self._runs.take(model_id, content.run)
-        engine = self._models[model_id].engine
-        return train_mini_batch(engine, mini_batch, content, ranks=self._ranks)
+    def train_run(self, model_id: str, content: ForwardBackwardRun) -> RunReport | None:
+        """Take the mini-batch of `pull_run`, and add the gradient of its next forward pass.
+
+        Returns the report after the last pass, and None before.
+        """
+
+        def begin() -> Turns[RunReport]:
+            mini_batch = self._runs.take(model_id, content.run)
+            engine = self._models[model_id].engine
+            return train_mini_batch(engine, mini_batch, content, ranks=self._ranks)
+
+        return self._next_turn(model_id, begin)
 
     def drop_run(self, model_id: str, run: str) -> None:
         """Take the mini-batch of `pull_run`, and drop it."""

@@ -54,6 +54,7 @@ from turnstream_server.engine.training import (
 from turnstream_server.failpoints import reach
 from turnstream_server.telemetry.declarations import ENGINE_COMMAND_SECONDS, ENGINE_COMMANDS
 from turnstream_server.telemetry.instruments import counter, histogram
+from turnstream_server.trainer.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,7 @@ class HostedModel:
         self._covering: Result | None = None
         self._num_steps = 0
         self._has_gradient = False
+        self._turns: Turns[bool] | None = None
 
     def renew(self) -> None:
         """Renew the lease; safe to call from another thread."""
@@ -144,25 +146,31 @@ class HostedModel:
                 raise
 
     def advance(self) -> bool:
-        """Run the commands that are next; return whether there were any.
+        """Run the commands that are next, or one of their forward passes.
 
-        The first call acquires the log and builds the model.
+        Returns whether there were any. The first calls acquire the log and build the model.
 
         Raises:
             RejectedError: another worker has the log; `retry_after_s` says for how long.
         """
+        turns, self._turns = self._turns or self._advance(), None
         try:
-            return self._advance()
+            next(turns)
+        except StopIteration as end:
+            return end.value
         except RunSessionEndedError:
             self._is_built = False
             raise
+        self._turns = turns
+        return True
 
-    def _advance(self) -> bool:
-        log = self._log if self._log is not None and self._is_built else self._build()
+    def _advance(self) -> Turns[bool]:
+        is_ready = self._log is not None and self._is_built
+        log = self._log if self._log is not None and is_ready else (yield from self._build())
         self._settle(log)
         work = log.take(gap_s=self._settings.gap_s)
         if isinstance(work, Run):
-            self._run(log, work)
+            yield from self._run(log, work)
             return True
         if isinstance(work, Lost):
             logger.warning(
@@ -173,7 +181,11 @@ class HostedModel:
         return False
 
     def stop(self) -> None:
-        """Write a durable checkpoint if there is no gradient, and release the log."""
+        """Write a durable checkpoint if there is no gradient, and release the log.
+
+        A call with passes left is run again by the next worker, from its first pass.
+        """
+        self._turns = None
         if self._log is None:
             return
         is_whole = self._is_built and self._trouble is None and not self._unwritten
@@ -185,14 +197,14 @@ class HostedModel:
 
     def unload(self) -> None:
         """Free the weights of the model."""
-        self._is_built = False
+        self._is_built, self._turns = False, None
         self._call(Host.unload, self.record)
 
     def remove_files(self) -> None:
         """Remove all that only the session of the model needs, after its end."""
         remove_session_files(self._root, self.record.model_id)
 
-    def _build(self) -> ModelLog:
+    def _build(self) -> Turns[ModelLog]:
         """Acquire the log, and build the model from its durable checkpoint and what follows."""
         settings = self._settings
         model_id = self.record.model_id
@@ -206,7 +218,7 @@ class HostedModel:
         self._checkpoint = log.checkpoint
         self._num_steps, self._has_gradient = 0, False
         try:
-            self._rebuild(log)
+            yield from self._rebuild(log)
         except _PASSED_ON:
             raise
         except Exception as error:
@@ -216,7 +228,7 @@ class HostedModel:
         self._is_built = True
         return log
 
-    def _rebuild(self, log: ModelLog) -> None:
+    def _rebuild(self, log: ModelLog) -> Turns[None]:
         self._durable.keep_only(log.checkpoint)
         self._runs.begin(self._durable.positions(log.checkpoint) if log.checkpoint else {})
         if not log.checkpoint:
@@ -230,28 +242,28 @@ class HostedModel:
         self._call(Host.load, self.record, folder, optimizer=True)
         for run, skipped in log.history():
             if run.kind == "forward_backward":
-                run_training(self._call, log.model_id, run, skipped=skipped)
+                yield from run_training(self._call, log.model_id, run, skipped=skipped)
                 self._has_gradient = True
             elif run.kind in ("forward_backward_run", "optim_step"):
-                self._run_again(log, run)
+                yield from self._run_again(log, run)
         self._runs.resume()
 
-    def _run_again(self, log: ModelLog, run: Run) -> None:
+    def _run_again(self, log: ModelLog, run: Run) -> Turns[None]:
         content = decode_content(run.kind, log.read(run.numbers)[run.first])
         if isinstance(content, ForwardBackwardRun):
-            self._runs.train(content, timeout_s=REPLAY_S)
+            yield from self._runs.train(content, timeout_s=REPLAY_S)
             self._has_gradient = True
         elif isinstance(content, OptimStep):
             run_optim_step(self._call, log.model_id, content)
             self._count_step()
             self._runs.acknowledge()
 
-    def _run(self, log: ModelLog, run: Run) -> None:
+    def _run(self, log: ModelLog, run: Run) -> Turns[None]:
         if run.last <= self._covered and self._covering is not None:
             # The checkpoint was written and the result was not.
             self._unwritten = {run.last: self._covering}
         else:
-            self._unwritten = self._results(log, run)
+            self._unwritten = yield from self._results(log, run)
         reach("engine.after_run")
         self._settle(log)
         reach("engine.after_finish")
@@ -269,19 +281,19 @@ class HostedModel:
             log.finish(self._unwritten)
             self._unwritten = {}
 
-    def _results(self, log: ModelLog, run: Run) -> dict[int, Result]:
+    def _results(self, log: ModelLog, run: Run) -> Turns[dict[int, Result]]:
         """Return the results of commands; after a half-way failure the model is not built."""
         with _SECONDS.labels(run.kind).time():
-            results = self._run_or_fail(log, run)
+            results = yield from self._run_or_fail(log, run)
         for result in results.values():
             _COMMANDS.labels(run.kind, "failed" if isinstance(result, Failure) else "done").inc()
         return results
 
-    def _run_or_fail(self, log: ModelLog, run: Run) -> dict[int, Result]:
+    def _run_or_fail(self, log: ModelLog, run: Run) -> Turns[dict[int, Result]]:
         if self._trouble is not None:
             return dict.fromkeys(run.numbers, self._trouble)
         try:
-            return self._run_kind(log, run)
+            return (yield from self._run_kind(log, run))
         except _PASSED_ON:
             raise
         except BatchingError as error:
@@ -295,9 +307,9 @@ class HostedModel:
             self._is_built = False
         return dict.fromkeys(run.numbers, failure)
 
-    def _run_kind(self, log: ModelLog, run: Run) -> dict[int, Result]:
+    def _run_kind(self, log: ModelLog, run: Run) -> Turns[dict[int, Result]]:
         if run.kind in TRAINING_KINDS:
-            results = run_training(self._call, log.model_id, run)
+            results = yield from run_training(self._call, log.model_id, run)
             if run.kind == "forward_backward":
                 self._has_gradient = True
                 # The other calls of the passes keep their results: they are run again without it.
@@ -307,7 +319,7 @@ class HostedModel:
         content = decode_content(run.kind, log.read(run.numbers)[number])
         match content:
             case ForwardBackwardRun():
-                answer = self._runs.train(content)
+                answer = yield from self._runs.train(content)
                 self._has_gradient = True
             case CreateModel():
                 answer = self._create(log, number, content)

@@ -1,4 +1,4 @@
-"""The loop of a worker's first rank: which model runs next. The other ranks follow its calls."""
+"""The loop of a worker's first rank: models take turns. The other ranks follow its calls."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ class LoopSettings:
 
 
 class EngineLoop:
-    """Runs the commands of all models of some base models, in turn.
+    """Runs the commands of all models of some base models.
+
+    Owners take turns, and so do the models of an owner. A turn is one forward pass of a training
+    call, or one other command.
 
     Args:
         client: the store.
@@ -86,7 +89,7 @@ class EngineLoop:
         return [*self._models]
 
     def run(self, is_stopping: Callable[[], bool]) -> None:
-        """Run commands until `is_stopping`; it is asked between two commands."""
+        """Run commands until `is_stopping`, which is called between two turns."""
         with self._leases:
             while not is_stopping():
                 try:
@@ -96,10 +99,16 @@ class EngineLoop:
                     logger.warning("the store is away: %s", error)
                     time.sleep(_BLOCK_S)
                     continue
-                for model_id in [*self._ready]:
-                    if not is_stopping():
-                        self._advance(model_id)
+                self._take_turns(is_stopping)
             self._stop()
+
+    def _take_turns(self, is_stopping: Callable[[], bool]) -> None:
+        """Give a turn to one model of each owner: the first that has anything to run."""
+        served: set[str] = set()
+        for model_id in [*self._ready]:
+            owner = self._models[model_id].record.owner
+            if owner not in served and not is_stopping() and self._advance(model_id):
+                served.add(owner)
 
     def _listen(self) -> None:
         """Wait for commands, unless some are waiting already."""
@@ -142,8 +151,11 @@ class EngineLoop:
             settings=self._settings.models,
         )
 
-    def _advance(self, model_id: str) -> None:
-        """Run the next commands of a model; without any it is not ready any more."""
+    def _advance(self, model_id: str) -> bool:
+        """Give a model a turn, and return whether it has used it.
+
+        A model without commands is not ready any more. One with commands is the last in turn.
+        """
         model = self._models[model_id]
         self._leases.hold(model_id, model)
         try:
@@ -160,8 +172,11 @@ class EngineLoop:
             logger.exception("model %s", model_id)
             self._unload(model_id, RejectedError(str(error), _PAUSE_S))
         else:
-            if not has_run:
-                self._ready.pop(model_id, None)
+            del self._ready[model_id]
+            if has_run:
+                self._ready[model_id] = None
+            return has_run
+        return True
 
     def _pause(self, model_id: str, pause_s: float) -> None:
         self._ready.pop(model_id, None)

@@ -19,6 +19,7 @@ from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
 from turnstream_server.trainer.objectives.parameters import PpoClip
 from turnstream_server.trainer.ranks import Ranks
+from turnstream_server.trainer.turns import Turns
 
 _PLACEHOLDER: Final = np.zeros(1, np.float32)
 """Log-probabilities of the datum that a client sends in place of rows."""
@@ -50,12 +51,15 @@ def objective_of(content: ForwardBackwardRun, ranks: Ranks) -> Objective:
 
 def train_mini_batch(
     engine: Engine, mini_batch: PulledMiniBatch, content: ForwardBackwardRun, *, ranks: Ranks
-) -> RunReport:
-    """Add the gradient of a mini-batch, averaged as its run is configured."""
+) -> Turns[RunReport]:
+    """Add the gradient of a mini-batch, averaged as its run is configured.
+
+    Pauses between forward passes.
+    """
     info = mini_batch.info
     assert info.aggregation is not None
     engine.use_objective(objective_of(content, ranks))
-    report = engine.forward_backward(mini_batch, aggregation=info.aggregation)
+    report = yield from engine.forward_backward_turns(mini_batch, aggregation=info.aggregation)
     metrics = {
         "loss:sum": report.loss,
         "tokens:sum": float(info.denominators.num_tokens),

@@ -89,7 +89,7 @@ def run_engine(
     """Run the commands of hosted models until SIGTERM or SIGINT comes.
 
     The process is one of the ranks that torchrun starts; without torchrun it is the only one. The
-    running command is finished. All models keep their state.
+    running forward pass, or other command, is finished. All models keep their state.
     """
     is_stopping = _stop_signals()
     if options.num_threads:

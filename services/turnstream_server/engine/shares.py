@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from turnstream.types import MiniBatch
@@ -27,3 +28,11 @@ ReadShares = Callable[[str, Run, frozenset[int]], Sequence[OperationShare]]
 """Takes the id of a model, training calls, and the numbers among them that are skipped.
 
 Returns the shares of this rank, in the order of the passes."""
+
+
+def one_pass_each(shares: Iterable[OperationShare]) -> Iterator[OperationShare]:
+    """Yield the shares with one forward pass each, in their order."""
+    for mini_batch, loss in shares:
+        for rows in mini_batch.info.micro_batches:
+            info = replace(mini_batch.info, micro_batches=(rows,))
+            yield OperationShare(replace(mini_batch, info=info), loss)

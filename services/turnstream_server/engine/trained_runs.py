@@ -30,7 +30,9 @@ from turnstream_server.engine.durable import RunPosition
 from turnstream_server.engine.host import Host, Lockstep
 from turnstream_server.engine.run_streams import RunRefusedError
 from turnstream_server.engine.run_training import run_output
+from turnstream_server.engine.training import in_turns
 from turnstream_server.failpoints import reach
+from turnstream_server.trainer.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +107,10 @@ class TrainedRuns:
 
     def train(
         self, content: ForwardBackwardRun, *, timeout_s: float | None = None
-    ) -> TrainingOutput:
+    ) -> Turns[TrainingOutput]:
         """Add the gradient of the next mini-batch of a run, and return its metrics.
+
+        Pauses between forward passes, which other models may use.
 
         Args:
             content: the call.
@@ -132,7 +136,8 @@ class TrainedRuns:
             self._open(run, own)
             self._skip(run, own, timeout_s=timeout_s)
             self._pull(run, timeout_s=timeout_s)
-        reports = self._call(Host.train_run, self._record.model_id, content)
+        model_id = self._record.model_id
+        reports = yield from in_turns(lambda: self._call(Host.train_run, model_id, content))
         own.is_waiting, own.is_complete = False, reports[0].is_last
         own.position = own.position._replace(num_taken=own.position.num_taken + 1)
         return run_output(reports)

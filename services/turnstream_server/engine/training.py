@@ -5,17 +5,21 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Callable, Iterable
+from typing import Final, TypeVar
 
 from turnstream_server.commands.contents import OptimStep
 from turnstream_server.commands.log import Run
 from turnstream_server.commands.request_ids import parse_request_id
 from turnstream_server.commands.results import Answer, Failure, Result, TrainingOutput
 from turnstream_server.engine.host import DatumOutput, Host, Lockstep, Outputs
+from turnstream_server.failpoints import reach
 from turnstream_server.trainer.settings import AdamSettings
+from turnstream_server.trainer.turns import Turns
 
 logger = logging.getLogger(__name__)
+
+_Value = TypeVar("_Value")
 
 NO_ROWS: Final = Failure("the batcher has returned no rows of this call: it was not run", "server")
 _TOO_LARGE: Final = "weights, advantages or differences of logprobs are too large"
@@ -27,11 +31,12 @@ class PassError(Exception):
 
 def run_training(
     call: Lockstep, model_id: str, run: Run, *, skipped: frozenset[int] | None = None
-) -> dict[int, Result]:
+) -> Turns[dict[int, Result]]:
     """Run training calls that share passes; return the result of each by its number.
 
-    A call whose loss is not finite fails, and so do all of them if their gradient is not finite.
-    After a failure that `leaves_gradient`, the gradient has a part of the failed calls.
+    Pauses between forward passes, which other models may use. A call whose loss is not finite
+    fails, and so do all of them if their gradient is not finite. After a failure that
+    `leaves_gradient`, the gradient has a part of the failed calls.
 
     Args:
         call: calls of all ranks.
@@ -48,7 +53,9 @@ def run_training(
     read_s = time.perf_counter()
     adds_gradient = run.kind == "forward_backward"
     try:
-        outputs = call(Host.train, model_id, adds_gradient=adds_gradient)
+        outputs = yield from in_turns(
+            lambda: call(Host.train, model_id, adds_gradient=adds_gradient)
+        )
     except Exception as error:
         raise PassError(f"{type(error).__name__}: {error}") from error
     times_ms = 1e3 * (read_s - began_s), 1e3 * (time.perf_counter() - read_s)
@@ -69,6 +76,16 @@ def run_training(
 def leaves_gradient(result: Result) -> bool:
     """Return whether a training call has run and failed."""
     return isinstance(result, Failure) and result != NO_ROWS
+
+
+def in_turns(call: Callable[[], list[_Value | None]]) -> Turns[list[_Value]]:
+    """Repeat a call of all ranks, with a pause after each, until it returns their results."""
+    while True:
+        found = [each for each in call() if each is not None]
+        if found:
+            return found
+        reach("engine.after_pass")
+        yield
 
 
 def run_optim_step(call: Lockstep, model_id: str, content: OptimStep) -> Answer:

@@ -325,7 +325,11 @@ ENGINE_COMMANDS: Final = _engine(
     "kind outcome",
 )
 ENGINE_COMMAND_SECONDS: Final = _engine(
-    "command_seconds", "histogram", "seconds", "Time of commands that run together.", "kind"
+    "command_seconds",
+    "histogram",
+    "seconds",
+    "Time of commands that run together, with the turns of other models.",
+    "kind",
 )
 ENGINE_WAITING: Final = _engine(
     "waiting_commands", "gauge", "commands", "Commands that wait, of all models of this worker."

@@ -41,11 +41,15 @@ from turnstream_server.trainer.passes import Passes
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
 from turnstream_server.trainer.reports import LossReport, UpdateReport
 from turnstream_server.trainer.settings import AdamSettings, Layout, ScheduleSettings
+from turnstream_server.trainer.turns import Turns, last_value
 
 if TYPE_CHECKING:
     from turnstream_server.models.adapters import Adapter
 
 logger = logging.getLogger(__name__)
+
+OldLogprobs = Sequence[Tensor] | None
+"""Log-probabilities of every micro-batch, as `Engine.logprobs` returns them."""
 
 WriteWeights = Callable[[Path], None]
 """Writes weights into a folder."""
@@ -149,7 +153,7 @@ class Engine:
 
     @torch.no_grad()
     def token_penalties(
-        self, mini_batch: PulledMiniBatch, old: Sequence[Tensor] | None
+        self, mini_batch: PulledMiniBatch, old: OldLogprobs
     ) -> dict[int, NDArray[np.float32]] | None:
         """Return coefficient * KL(old || reference) of every real row, float32 (R,), by its id.
 
@@ -170,11 +174,7 @@ class Engine:
         return found
 
     def update(
-        self,
-        mini_batch: PulledMiniBatch,
-        *,
-        aggregation: Aggregation,
-        old: Sequence[Tensor] | None = None,
+        self, mini_batch: PulledMiniBatch, *, aggregation: Aggregation, old: OldLogprobs = None
     ) -> UpdateReport:
         """Apply one optimizer step on the rows of a mini-batch and return its statistics.
 
@@ -194,26 +194,33 @@ class Engine:
         return UpdateReport(**parts, optimizer_s=optimizer_s)
 
     def forward_backward(
-        self,
-        mini_batch: PulledMiniBatch,
-        *,
-        aggregation: Aggregation,
-        old: Sequence[Tensor] | None = None,
+        self, mini_batch: PulledMiniBatch, *, aggregation: Aggregation, old: OldLogprobs = None
     ) -> LossReport:
         """Add the gradient of a mini-batch to those since the last optimizer step.
 
         `old` is the result of `logprobs` at the start of the step. None takes the generator's
         numbers, or those before this call if the objective recomputes.
         """
+        return last_value(self.forward_backward_turns(mini_batch, aggregation=aggregation, old=old))
+
+    def forward_backward_turns(
+        self, mini_batch: PulledMiniBatch, *, aggregation: Aggregation, old: OldLogprobs = None
+    ) -> Turns[LossReport]:
+        """Run `forward_backward` with a pause after each micro-batch but the last one.
+
+        Engines that share the model may run in the pauses.
+        """
         self._begin_gradients()
         if old is None and self._objective.config.proximal == "recompute":
             old = self.logprobs(mini_batch)
         known = self._known(mini_batch, old)
         prepared = self._prepare(mini_batch, known)
-        done = [
-            self._backward(each, ready, aggregation=aggregation)
-            for each, ready in zip(known, prepared, strict=True)
-        ]
+        done: list[tuple[Tensor, Tensor]] = []
+        for each, ready in zip(known, prepared, strict=True):
+            if done:
+                yield
+                self._passes.activate()
+            done.append(self._backward(each, ready, aggregation=aggregation))
         statistics = self._objective.report(
             [row for row, _ in done], num_tokens=mini_batch.info.denominators.num_tokens
         )
@@ -335,7 +342,7 @@ class Engine:
         return run_passes(mini_batch, score, loss=loss, device=device, after_pass=after_pass)
 
     @torch.no_grad()
-    def _known(self, mini_batch: PulledMiniBatch, old: Sequence[Tensor] | None) -> list[KnownPart]:
+    def _known(self, mini_batch: PulledMiniBatch, old: OldLogprobs) -> list[KnownPart]:
         parts = self._passes.micro_batches(mini_batch)
         olds = [None] * len(parts) if old is None else old
         refers = self._objective.needs_reference

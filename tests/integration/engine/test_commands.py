@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from testkit.hosted import STEP, Forward, House, datums, save
+from testkit.hosted import STEP, Forward, House, datums, passes_of_models, save
 from testkit.training import make_engine, pulled
+from turnstream.batching.packing.microbatch import Budget
 from turnstream.batching.rows.operations import Operation, operation_rows
+from turnstream_server.batcher.assembly import operation_shares
 from turnstream_server.commands.contents import OptimStep
 from turnstream_server.commands.results import TrainingOutput
 from turnstream_server.trainer.operations import OperationLoss
@@ -70,6 +72,31 @@ def test_models_that_run_together_equal_each_one_alone(house: House) -> None:
     house.run(together, other)
 
     assert_equal(alone.saved("end"), together.saved("end"))
+
+
+def test_models_and_owners_take_turns_by_forward_passes(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operation_shares, "_BUDGET", Budget(limit=8))
+    large = datums(1, *[6] * 12)
+    alone = house.make(large, STEP, save("end"))
+    house.run(alone)
+    crowd = [house.make(large, STEP, save("end")) for _ in range(3)]
+    small = house.make(datums(2, 3), STEP, datums(3, 3), owner="owner-b")
+
+    with passes_of_models() as passes:
+        house.run(*crowd, small)
+
+    names = [model.record.model_id for model in (*crowd, small)]
+    order = [names.index(each) for each in passes]
+    assert [order.count(each) for each in range(4)] == [12, 12, 12, 2]
+    # A turn is one pass or one other command: the crowd has three creations, and then one pass.
+    assert order[:3].count(3) == 2
+    for at in range(6, 38):
+        counts = [order[:at].count(each) for each in range(3)]
+        assert max(counts) <= min(counts) + 3
+    for model in crowd:
+        assert_equal(alone.saved("end"), model.saved("end"))
 
 
 def test_refused_steps_change_nothing_and_the_log_continues(house: House) -> None:

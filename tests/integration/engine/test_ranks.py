@@ -15,10 +15,13 @@ from turnstream_server.commands.results import TrainingOutput
 
 
 def make_model(house: House) -> HostedClient:
-    """Return a model whose first pass has more rows than ranks, and whose last one has fewer."""
+    """Return a model whose first pass has more rows than ranks, and whose last one has fewer.
+
+    The first two calls have a pass each.
+    """
     bad = datums(3, 4)
     bad.data[0].model_input[1] = 500  # on one rank alone
-    model = house.make(datums(1, 5, 3, 7), datums(2, 4), STEP, save("mid"), bad, STEP)
+    model = house.make(datums(1, 5, 3, 7), datums(2, 4, loss="dro"), STEP, save("mid"), bad, STEP)
     model.submit(LoadWeights(model.path("mid"), optimizer=True), datums(4), STEP, save("end"))
     return model
 

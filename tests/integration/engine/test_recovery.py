@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from testkit import wait_until
-from testkit.hosted import STEP, Forward, HostedClient, House, datums, new_house, save
+from testkit.hosted import (
+    STEP,
+    Forward,
+    HostedClient,
+    House,
+    datums,
+    new_house,
+    passes_of_models,
+    save,
+)
 from turnstream.store.client.connection import connect
 from turnstream_server.commands.contents import LoadWeights, SaveForSampler
 from turnstream_server.commands.keys import model_keys
@@ -60,6 +69,7 @@ def results_of(model: HostedClient) -> dict[int, bytes]:
 @pytest.mark.parametrize(
     "failpoint",
     [
+        "engine.after_pass",  # the gradient of the first of two passes
         "engine.after_run@2",  # gradients of a shared pass, without results
         "engine.after_finish@2",
         "engine.after_run@9",  # a step
@@ -133,6 +143,20 @@ def test_dropped_results_stay_dropped_and_their_commands_count(house: House) -> 
     stored = model.stored_results()
     assert [stored[number] for number in range(5)] == [DROPPED] * 5
     assert_equal(model.saved("end"), plain.saved("end"))
+
+
+def test_worker_that_stops_between_two_passes_leaves_the_call_to_the_next_one(
+    house: House, undisturbed: Undisturbed
+) -> None:
+    # The first calls share two passes: each loss has one.
+    model = make_busy(house)
+    with passes_of_models() as passes:
+        house.run(model, until=lambda: passes)
+
+    assert model.stored_results().keys() == {0}
+    house.run(model)
+    assert results_of(model) == undisturbed.results
+    assert_equal(model.saved("end"), undisturbed.weights)
 
 
 def test_only_the_newest_checkpoints_stay(house: House) -> None:

@@ -240,7 +240,7 @@ def test_unwanted_samples_leave_the_engine_and_are_not_sampled_after_a_restart(
 ) -> None:
     monkeypatch.setattr(loop, "_GRACE_S", 0.0)
     params = SamplingParams(max_tokens=1)
-    names = ("cancelled", "finished", "ended", "wanted")
+    names = ["cancelled", "finished", "ended", "wanted"]
     sampled = dict(zip(names, sessions.submit(*((n, PROMPT, params) for n in names)), strict=True))
     engine, again = Held(), Held()
 
