@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -38,11 +37,6 @@ class Caller:
     def client(self) -> redis.asyncio.Redis:
         """Return the client of the store."""
         return self.gateway.client
-
-    @property
-    def turn(self) -> asyncio.Lock:
-        """Return the lock of the heavy conversions of the owner, for `off_loop`."""
-        return self.gateway.turn_of(self.owner)
 
     async def session(self, session_id: str) -> Session:
         """Return a session; RunNotFoundError if there is none."""

@@ -1,11 +1,8 @@
-"""Bodies of requests: read within a limit, and decoded in a thread if they are big."""
+"""Bodies of requests: read within a limit."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-from collections.abc import Callable
 from typing import Annotated, Any, Final, TypeVar
 
 from fastapi import Depends, HTTPException, Request
@@ -13,31 +10,34 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from turnstream.errors import RecordError
-from turnstream_server.gateway.state import Gateway
+from turnstream_server.gateway.request_body import too_large_text
 from turnstream_server.gateway.tinker.json_parts import read_header
 
-IN_LOOP_BYTES: Final = 64 << 10
-"""Largest body that is decoded in the event loop: a thread costs more than that."""
+MAX_SMALL_BYTES: Final = 64 << 10
+"""Largest body of a call without datums and prompts: it is parsed in the event loop."""
 
-_Result = TypeVar("_Result")
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
+async def read_large_body(request: Request) -> bytes:
+    """Return the body of a request, within the limit of its key; errors as of `RequestBody`."""
+    return b"".join([chunk async for chunk in request.stream()])
+
+
 async def read_body(request: Request) -> bytes:
-    """Return the body of a request; 413 for one that is too large."""
-    gateway: Gateway = request.app.state.gateway
-    limit = gateway.options.max_body_bytes
+    """Return the body of a request; 413 for one of more than MAX_SMALL_BYTES."""
     chunks: list[bytes] = []
     num_bytes = 0
     async for chunk in request.stream():
         num_bytes += len(chunk)
-        if num_bytes > limit:
-            raise HTTPException(413, f"the body has more than {limit} bytes")
+        if num_bytes > MAX_SMALL_BYTES:
+            raise HTTPException(413, too_large_text(MAX_SMALL_BYTES))
         chunks.append(chunk)
     return b"".join(chunks)
 
 
 Body = Annotated[bytes, Depends(read_body)]
+LargeBody = Annotated[bytes, Depends(read_large_body)]
 
 
 def read_json(body: bytes, model: type[_Model]) -> _Model:
@@ -60,16 +60,3 @@ def json_response(content: Any, *, status: int = 200) -> Response:
     """Return a response in JSON."""
     body = json.dumps(content, separators=(",", ":")).encode()
     return Response(body, status, media_type="application/json")
-
-
-async def off_loop(
-    call: Callable[[], _Result], *, num_bytes: int, turn: asyncio.Lock | None = None
-) -> _Result:
-    """Return the result of a call on a body of this size, in a thread if it is big.
-
-    Big ones that share a `turn` are converted one after another.
-    """
-    if num_bytes <= IN_LOOP_BYTES:
-        return call()
-    async with turn or contextlib.nullcontext():
-        return await asyncio.to_thread(call)

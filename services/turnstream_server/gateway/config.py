@@ -43,7 +43,7 @@ class GatewayOptions:
         tls: certificate and key of the server; None serves without TLS.
         poll_s: longest time for which a poll of a pending result is held. Clients wait 45 s.
         session_silence_s: seconds without a heartbeat after which a session is closed.
-        max_body_bytes: largest body of a request.
+        max_body_bytes: largest body of a request, as it is sent and unpacked.
         max_store_connections: most connections to the store at the same time.
         shutdown_grace_s: time for requests in progress after a request to stop.
         readiness: receives the checks of the dependencies.
@@ -61,7 +61,7 @@ class GatewayOptions:
     tls: Tls | None = None
     poll_s: float = 30.0
     session_silence_s: float = DEFAULT_SILENCE_S
-    max_body_bytes: int = 256 << 20
+    max_body_bytes: int = 64 << 20
     max_store_connections: int = 32
     shutdown_grace_s: float = 5.0
     readiness: Readiness = field(default_factory=lambda: Readiness("gateway"))

@@ -8,20 +8,21 @@ import math
 import time
 from typing import Final
 
-from fastapi import HTTPException
 from fastapi.responses import Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnstream.errors import RejectedError, TurnstreamError
 from turnstream_server.gateway.access import IDENTITY, secret_of
-from turnstream_server.gateway.bodies import IN_LOOP_BYTES, json_response
+from turnstream_server.gateway.bodies import json_response
+from turnstream_server.gateway.parsers import IN_LOOP_BYTES
+from turnstream_server.gateway.request_body import BODY, BodyMemory, RequestBody, too_large_text
 from turnstream_server.gateway.rest.app import PREFIX
 from turnstream_server.gateway.rest.problems import Problem, problem_of, response
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.gateway.web_pages import refusal_of
 from turnstream_server.keys.access import KeyChecks
-from turnstream_server.keys.limits import Meter, Meters, too_fast
+from turnstream_server.keys.limits import Meters, too_fast
 from turnstream_server.keys.places import Place, Places
 from turnstream_server.keys.records import LOCAL_KEY, ApiKey, KeyLimits
 
@@ -55,6 +56,7 @@ class LimitedApp:
         self._small = Places(shared=2, alone=16)
         self._large = Places(shared=1, alone=4)
         self._strangers = Places(shared=1, alone=1)
+        self._memory = BodyMemory()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it with status 403, 413, 415 or 429."""
@@ -106,7 +108,7 @@ class LimitedApp:
         found, declared = scope[IDENTITY], _declared_bytes(headers)
         limit = self._max_bytes(found)
         if declared > limit:
-            refusal = _refused(scope, 413, _too_large_text(limit))
+            refusal = _refused(scope, 413, too_large_text(limit))
             if not isinstance(found, ApiKey):
                 refusal = _not_known(scope, found)
             await refusal(scope, receive, send)
@@ -126,12 +128,24 @@ class LimitedApp:
             if meter is not None and (wait_s := meter.admit(declared, now_s=now_s)):
                 return too_fast(found, wait_s=wait_s)
         async with places.lent(owner) as place:
-            receive = _Body(receive, limit=limit, declared=declared, meter=meter).receive
+            body = RequestBody(
+                receive,
+                limit=limit,
+                declared=declared,
+                meter=meter,
+                memory=self._memory,
+                owner=found.owner if isinstance(found, ApiKey) else "",
+            )
+            scope[BODY] = body
+            receive = body.receive
             if declared or is_chunked:
                 receive = _taking(place, receive)
             else:
                 await place.take()
-            await self._app(scope, receive, _giving_back(place, send))
+            try:
+                await self._app(scope, receive, _giving_back(place, send))
+            finally:
+                body.close()
         return None
 
     def _wait_s(self, meters: Meters, owner: ApiKey) -> float:
@@ -147,28 +161,6 @@ class LimitedApp:
             return min(most, _STRANGER_BYTES)
         own = found.limits.max_body_bytes
         return most if own is None else min(most, own)
-
-
-class _Body:
-    """The body of a request, counted as it arrives."""
-
-    def __init__(self, receive: Receive, *, limit: int, declared: int, meter: Meter | None) -> None:
-        self._receive = receive
-        self._limit = limit
-        self._num_counted = declared
-        self._meter = meter
-        self._num_bytes = 0
-
-    async def receive(self) -> Message:
-        """Return the next message; 413 for a part beyond the limit."""
-        message = await self._receive()
-        self._num_bytes += len(message.get("body", b""))
-        if self._meter is not None and self._num_bytes > self._num_counted:
-            self._meter.add_bytes(self._num_bytes - self._num_counted)
-            self._num_counted = self._num_bytes
-        if self._num_bytes > self._limit:
-            raise HTTPException(413, _too_large_text(self._limit))
-        return message
 
 
 def _taking(place: Place, receive: Receive) -> Receive:
@@ -240,10 +232,6 @@ def _not_known(scope: Scope, error: TurnstreamError) -> Response:
     if _is_rest(scope):
         return response(problem)
     return json_response({"detail": problem.detail}, status=problem.status)
-
-
-def _too_large_text(limit: int) -> str:
-    return f"the body has more than {limit} bytes"
 
 
 def _too_many_present(owner: str) -> RejectedError:

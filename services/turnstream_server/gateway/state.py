@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-import weakref
 from typing import Final, TypeVar
 
 import redis.asyncio
@@ -17,6 +15,7 @@ from turnstream_server.commands.samplers import SamplerRecord, read_sampler
 from turnstream_server.commands.sessions import Session, read_session
 from turnstream_server.gateway.base_models import BaseModels
 from turnstream_server.gateway.config import GatewayOptions
+from turnstream_server.gateway.parsers import Parsers
 from turnstream_server.gateway.polls import Polls
 from turnstream_server.gateway.store_threads import StoreThreads
 from turnstream_server.gateway.stream_waits import StreamWaits
@@ -43,6 +42,7 @@ class Gateway:
         closing: callbacks that end held requests; closed before the last request.
         threads: calls of the store that block.
         streams: waits for new entries of streams.
+        parsers: threads and processes that parse bodies.
         resources: resources of routes, kept until the process ends; closed after the last request.
     """
 
@@ -59,15 +59,16 @@ class Gateway:
         self.streams = StreamWaits(options.redis_url)
         self.resources.push_async_callback(self.streams.stop)
         self.closing.callback(self.streams.close)
+        self.parsers = Parsers()
+        self.resources.push_async_callback(self.parsers.close)
         self._models: dict[str, ModelRecord] = {}
         self._owners: dict[str, str] = {}
         self._dense: dict[str, TokenBucket] = {}
-        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
     def admit_dense(self, owner: str, num_bytes: int) -> float:
         """Count bytes that a call makes of sparse rows; return the seconds until they fit, or 0.
 
-        They are made before they are counted, and an owner takes turns: see `turn_of`.
+        They are made before they are counted; `parsers` limits the calls of an owner in work.
         """
         now_s = time.monotonic()
         bucket = self._dense.get(owner) or TokenBucket(DENSE_BYTES_PER_S, now_s=now_s)
@@ -76,10 +77,6 @@ class Gateway:
         if not wait_s:
             bucket.take(num_bytes)
         return wait_s
-
-    def turn_of(self, owner: str) -> asyncio.Lock:
-        """Return the lock of the heavy conversions of an owner: one runs at a time."""
-        return self._turns.setdefault(owner, asyncio.Lock())
 
     async def session(self, owner: str, session_id: str) -> Session:
         """Return a session; RunNotFoundError if this owner has none of this id."""

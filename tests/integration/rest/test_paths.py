@@ -14,6 +14,7 @@ from testkit.gateway_thread import GatewayThread
 from testkit.ingest import IngestClient, results_of, turn_fields
 from testkit.rest_api import RestApi
 from testkit.turns import turn
+from turnstream_server.gateway import parsers
 from turnstream_server.gateway.rest.ingest import json_bodies
 
 
@@ -68,6 +69,7 @@ def test_requests_are_answered_while_a_large_body_is_parsed(
         return parse(text, **options)
 
     monkeypatch.setattr(json_bodies, "from_json", parse_later)
+    monkeypatch.setattr(parsers, "IN_THREAD_JSON_BYTES", 1 << 30)
     with ThreadPoolExecutor(1) as pool:
         try:
             posted = pool.submit(ingest.post, "turns", *items)

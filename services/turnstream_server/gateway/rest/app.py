@@ -126,7 +126,9 @@ async def _http(request: Request, error: Exception) -> Response:
     title = str(error.detail)
     detail = _no_route(request) if error.status_code == 404 else title
     problem = Problem(type="about:blank", title=title, status=error.status_code, detail=detail)
-    return response(problem)
+    answer = response(problem)
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 def _no_route(request: Request) -> str:

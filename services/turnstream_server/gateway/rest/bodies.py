@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import zstandard
@@ -11,7 +12,9 @@ from fastapi import HTTPException, Request
 from pydantic import BaseModel, ConfigDict
 
 from turnstream.errors import RecordError
-from turnstream_server.gateway.bodies import off_loop, read_body
+from turnstream_server.gateway.bodies import read_large_body
+from turnstream_server.gateway.parsers import Parsers
+from turnstream_server.gateway.request_body import body_of, too_large_text
 
 JSON: Final = "application/json"
 ARROW: Final = "application/vnd.apache.arrow.stream"
@@ -24,16 +27,18 @@ ARROW_BODY: Final = {
 }
 """The OpenAPI description of a request with an Arrow body."""
 
-MAX_JSON_BYTES: Final = 16 << 20
-"""Largest body of JSON. The parser holds the interpreter lock, also in a thread, for about 10 ms
-per MB, and no other request is answered then. Parsed, it takes ten times its size in memory."""
+MAX_JSON_BYTES: Final = 12 << 20
+"""Largest body of JSON. Parsed, it takes up to fifteen times its size in memory."""
 
 MAX_ITEMS: Final = 8192
-"""Items of one request: each has a result, and the largest ones are the groups of a whole step."""
+"""Items of one request, and turns of all its items. The largest are the groups of a whole step."""
+
+MAX_MEMBERS: Final = 1024
+"""Members of a gzip body: each costs a decoder, and may be empty."""
 
 _ENCODINGS: Final = ("gzip", "zstd")
 _GZIP: Final = 31  # wbits of zlib for a gzip header and trailer
-_PIECE_BYTES: Final = 1 << 20
+_PIECE_BYTES: Final = 64 << 10
 _WINDOW_BYTES: Final = 8 << 20
 """Memory of a zstd decoder: RFC 8878 asks for 8 MB, and a frame may ask for gigabytes."""
 
@@ -48,25 +53,28 @@ async def read_content(request: Request, *, media_type: str = JSON) -> bytes:
     """Return the decompressed body of a request.
 
     Raises:
-        HTTPException: 413 for a body above `max_body_bytes`, compressed or not, or for JSON above
-            MAX_JSON_BYTES; 415 for a Content-Encoding other than gzip and zstd.
+        HTTPException: 413 for a body above the limit of its key, compressed or not, or for JSON
+            above MAX_JSON_BYTES; 415 for a Content-Encoding other than gzip and zstd; 408 and 429
+            as of `RequestBody`.
         RecordError: the body cannot be decompressed.
     """
-    limit: int = request.app.state.gateway.options.max_body_bytes
-    if media_type == JSON:
-        limit = min(limit, MAX_JSON_BYTES)
+    sent = body_of(request)
+    limit = min(sent.limit, MAX_JSON_BYTES) if media_type == JSON else sent.limit
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in (*_ENCODINGS, "identity"):
         accepted = ", ".join(_ENCODINGS)
         raise HTTPException(415, f"Content-Encoding is {encoding!r}, expected one of {accepted}")
-    body = await read_body(request)
+    body = await read_large_body(request)
     if encoding == "identity":
         if len(body) > limit:
             raise _too_large(limit)
         return body
-    return await off_loop(
-        lambda: decompress(body, encoding=encoding, limit=limit), num_bytes=len(body)
+    unpack = functools.partial(
+        decompress, body, encoding=encoding, limit=limit, count=sent.count_unpacked
     )
+    # In a thread for every size: few bytes may become many.
+    parsers: Parsers = request.app.state.gateway.parsers
+    return await parsers.in_thread(unpack, owner=sent.owner)
 
 
 def media_type_of(request: Request, *, accepted: tuple[str, ...]) -> str:
@@ -78,40 +86,58 @@ def media_type_of(request: Request, *, accepted: tuple[str, ...]) -> str:
     return media_type
 
 
-def decompress(body: bytes, *, encoding: str, limit: int) -> bytes:
+def decompress(
+    body: bytes, *, encoding: str, limit: int, count: Callable[[int], None] = lambda _: None
+) -> bytes:
     """Return the content of a compressed body; never more than `limit` bytes are made.
+
+    Args:
+        body: the whole body.
+        encoding: "gzip" or "zstd".
+        limit: most bytes of the content.
+        count: is called with the number of new bytes, and may raise an error.
 
     Raises:
         HTTPException: 413 for more than `limit` bytes.
-        RecordError: the body is damaged, or is cut off.
+        RecordError: the body is damaged, is cut off, or has more than MAX_MEMBERS parts.
     """
-    pieces = _gzip_pieces(body, limit) if encoding == "gzip" else _zstd_pieces(body)
-    content: list[bytes] = []
-    num_bytes = 0
+    pieces = _gzip_pieces(body) if encoding == "gzip" else _zstd_pieces(body)
+    content = bytearray()
     try:
         for piece in pieces:
-            num_bytes += len(piece)
-            if num_bytes > limit:
+            if len(content) + len(piece) > limit:
                 raise _too_large(limit)
-            content.append(piece)
+            count(len(piece))
+            content += piece
     except (zlib.error, zstandard.ZstdError) as error:
         raise RecordError(f"the body is no {encoding}: {error}") from error
-    return b"".join(content)
+    return bytes(content)
 
 
 def _too_large(limit: int) -> HTTPException:
-    message = f"the body has more than {limit} bytes: send fewer items in one request"
-    return HTTPException(413, message)
+    return HTTPException(413, f"{too_large_text(limit)}: send fewer items in one request")
 
 
-def _gzip_pieces(body: bytes, limit: int) -> Iterator[bytes]:
-    """Yield the members of a gzip file, each of at most one byte more than `limit`."""
-    while body:
+def _gzip_pieces(body: bytes) -> Iterator[bytes]:
+    """Yield the content of all members of a gzip file, in small pieces.
+
+    The decoder copies the rest of its input at the end of a member, so it gets little at once.
+    """
+    position = num_members = 0
+    while position < len(body):
+        num_members += 1
+        if num_members > MAX_MEMBERS:
+            raise RecordError(f"the body has more than {MAX_MEMBERS} gzip members")
         member = zlib.decompressobj(wbits=_GZIP)
-        yield member.decompress(body, limit + 1)
-        if not member.eof and not member.unconsumed_tail:
-            raise RecordError("the body is cut off: its gzip member has no end")
-        body = member.unused_data
+        while not member.eof:
+            piece = body[position : position + _PIECE_BYTES]
+            if not piece:
+                raise RecordError("the body is cut off: its gzip member has no end")
+            position += len(piece)
+            yield member.decompress(piece, _PIECE_BYTES)
+            while member.unconsumed_tail:
+                yield member.decompress(member.unconsumed_tail, _PIECE_BYTES)
+        position -= len(member.unused_data)
 
 
 def _zstd_pieces(body: bytes) -> Iterator[bytes]:

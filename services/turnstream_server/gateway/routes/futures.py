@@ -16,7 +16,7 @@ from turnstream_server.commands.results import Answer, Failure, TrainingOutput, 
 from turnstream_server.commands.samplers import cancel_sample
 from turnstream_server.commands.waiting import DroppedResultError, UnknownRequestError
 from turnstream_server.gateway.access import Authenticated, Caller
-from turnstream_server.gateway.bodies import Body, json_response, off_loop, read_json
+from turnstream_server.gateway.bodies import Body, json_response, read_json
 from turnstream_server.gateway.state import session_of
 from turnstream_server.gateway.tinker.encodings import Encoded, as_json
 from turnstream_server.gateway.tinker.json_parts import Part
@@ -48,8 +48,8 @@ async def retrieve_future(request: Request, body: Body, caller: Authenticated) -
     if stored is None:
         pending = {"type": "try_again", "request_id": str(request_id), "queue_state": "active"}
         return json_response(pending, status=408)
-    encode = functools.partial(encode_stored, stored, accept=request.headers.get("accept", ""))
-    encoded = await off_loop(encode, num_bytes=len(stored), turn=caller.turn)
+    encode = functools.partial(encode_stored, accept=request.headers.get("accept", ""))
+    encoded = await caller.gateway.parsers.run(encode, stored, owner=caller.owner)
     with contextlib.suppress(UnavailableError):  # else it is kept for longer
         await keep_fetched(caller.client, request_id, stored)
     return Response(encoded.body, media_type=encoded.content_type)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Annotated, Final
 
 from fastapi import APIRouter
@@ -22,12 +21,12 @@ from turnstream_server.commands.samplers import (
 )
 from turnstream_server.commands.sessions import add_member
 from turnstream_server.gateway.access import Authenticated, Caller
-from turnstream_server.gateway.bodies import Body, json_response, off_loop, read_json
+from turnstream_server.gateway.bodies import Body, LargeBody, json_response, read_json
 from turnstream_server.gateway.limits import check_sampling_limits
 from turnstream_server.gateway.state import session_of
 from turnstream_server.gateway.submitting import refused
 from turnstream_server.gateway.tinker.json_parts import Part
-from turnstream_server.gateway.tinker.sample_calls import SampleCall, Sampling, read_sample_call
+from turnstream_server.gateway.tinker.sample_calls import SampleCall, decode_sample_call
 
 router = APIRouter()
 
@@ -69,37 +68,31 @@ async def describe(sampler_id: str, caller: Authenticated) -> Response:
 
 
 @router.post("/asample")
-async def asample(body: Body, caller: Authenticated) -> Response:
+async def asample(body: LargeBody, caller: Authenticated) -> Response:
     """Queue a sample, and name each of its sequences."""
-    call = await off_loop(
-        functools.partial(read_sample_call, body), num_bytes=len(body), turn=caller.turn
+    call = await caller.gateway.parsers.run(
+        decode_sample_call, body, owner=caller.owner, is_json=True
     )
     if call.num_samples > _MAX_SAMPLES:
         raise RecordError(f"num_samples is {call.num_samples}, expected {_MAX_SAMPLES} at most")
     record = await caller.sampler(call.sampling_session_id)
     await caller.open_session(session_of(record.sampler_id))
     base = await caller.gateway.bases.known(record.base_model)
-    request_id = await _submit(caller, call, record, base, num_bytes=len(body))
+    request_id = await _submit(caller, call, record, base)
     names = [f"{request_id}:{number}" for number in range(call.num_samples)]
     return json_response({"request_id": str(request_id), "sample_sequence_ids": names})
 
 
 async def _submit(
-    caller: Caller, call: SampleCall, record: SamplerRecord, base: BaseModel, *, num_bytes: int
+    caller: Caller, call: SampleCall, record: SamplerRecord, base: BaseModel
 ) -> RequestId:
     try:
-        read = functools.partial(_sampling, call, base)
-        prompt, params = await off_loop(read, num_bytes=num_bytes, turn=caller.turn)
+        sampling = call.sampling()
+        check_sampling_limits(sampling, base)
     except BatchingError as error:
         refusal = refused(error)
         return await refuse_sample(caller.client, record.sampler_id, call.seq_id, refusal)
-    return await submit_sample(caller.client, record, call.seq_id, prompt, params)
-
-
-def _sampling(call: SampleCall, base: BaseModel) -> Sampling:
-    sampling = call.sampling()
-    check_sampling_limits(sampling, base)
-    return sampling
+    return await submit_sample(caller.client, record, call.seq_id, *sampling)
 
 
 async def _record(caller: Caller, sent: _NewSampler) -> SamplerRecord:

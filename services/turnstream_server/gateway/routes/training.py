@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Final, Literal
+from typing import Literal
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response
@@ -26,7 +26,8 @@ from turnstream_server.commands.request_ids import RequestId
 from turnstream_server.commands.results import Failure
 from turnstream_server.commands.sessions import add_member
 from turnstream_server.gateway.access import Authenticated, Caller
-from turnstream_server.gateway.bodies import Body, off_loop
+from turnstream_server.gateway.bodies import Body, LargeBody
+from turnstream_server.gateway.parsers import IN_LOOP_BYTES
 from turnstream_server.gateway.state import DENSE_BYTES_PER_S, session_of
 from turnstream_server.gateway.submitting import (
     Prepared,
@@ -36,13 +37,11 @@ from turnstream_server.gateway.submitting import (
     refused,
     submit_call,
 )
-from turnstream_server.gateway.tinker.loss_inputs import MAX_VALUES
+from turnstream_server.gateway.tinker.encodings import JSON, media_type_of
 from turnstream_server.gateway.tinker.model_calls import read_model_call
-from turnstream_server.gateway.tinker.training_calls import read_training_call
+from turnstream_server.gateway.tinker.training_calls import decode_training_call, read_training_call
 
 router = APIRouter()
-
-_MOST_DENSE_BYTES: Final = MAX_VALUES * 8
 
 _Route = Literal[
     "forward_backward_run",
@@ -55,13 +54,13 @@ _Route = Literal[
 
 
 @router.post("/forward_backward")
-async def forward_backward(request: Request, body: Body, caller: Authenticated) -> Response:
+async def forward_backward(request: Request, body: LargeBody, caller: Authenticated) -> Response:
     """Submit a training call; with `forward_only` the gradients stay as they are."""
     return await _train(caller, body, route="forward_backward", request=request)
 
 
 @router.post("/forward")
-async def forward(request: Request, body: Body, caller: Authenticated) -> Response:
+async def forward(request: Request, body: LargeBody, caller: Authenticated) -> Response:
     """Submit a call without gradients, of releases before 0.25."""
     return await _train(caller, body, route="forward", request=request)
 
@@ -121,14 +120,22 @@ async def _train(
     caller: Caller, body: bytes, *, route: Literal["forward_backward", "forward"], request: Request
 ) -> Response:
     content_type = request.headers.get("content-type", "")
-    read = functools.partial(read_training_call, body, content_type=content_type, route=route)
-    call = await off_loop(read, num_bytes=len(body), turn=caller.turn)
+    parsers, owner = caller.gateway.parsers, caller.owner
+    kinds = {"content_type": content_type, "route": route}
+    if len(body) <= IN_LOOP_BYTES:
+        call = read_training_call(body, **kinds)
+    else:
+        read = functools.partial(decode_training_call, **kinds)
+        is_json = media_type_of(content_type) == JSON
+        call = await parsers.run(read, body, owner=owner, is_json=is_json)
     model = await open_model(caller, call.model_id, number=call.seq_id)
     base = await caller.gateway.bases.known(model.base_model)
     request_id = RequestId(call.model_id, call.seq_id)
     prepare = functools.partial(prepare_training, call, body, base)
-    num_bytes = _MOST_DENSE_BYTES if call.is_sparse else len(body)
-    prepared = await off_loop(prepare, num_bytes=num_bytes, turn=caller.turn)
+    if call.is_sparse or len(body) > IN_LOOP_BYTES:
+        prepared = await parsers.in_thread(prepare, owner=owner)
+    else:
+        prepared = prepare()
     if isinstance(prepared, ForwardBackwardRun):
         of_run = await prepare_run_call(caller, prepared)
         return await submit_call(caller, request_id, "forward_backward_run", of_run)

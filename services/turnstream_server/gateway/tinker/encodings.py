@@ -26,6 +26,15 @@ class Encoded(NamedTuple):
     content_type: str
 
 
+def media_type_of(content_type: str) -> str:
+    """Return the media type in a Content-Type header, without parameters such as a charset.
+
+    >>> media_type_of("application/JSON; charset=utf-8")
+    'application/json'
+    """
+    return content_type.partition(";")[0].strip().lower()
+
+
 def accepts_protobuf(accept: str) -> bool:
     """Return whether an Accept header names protobuf; the SDK sends it since 0.18.
 

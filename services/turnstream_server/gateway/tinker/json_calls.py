@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, StrictInt
+from pydantic import BeforeValidator, Field, PlainValidator, StrictInt
 
 from turnstream.batching.rows.operations import Operation
 from turnstream.errors import BatchingError
@@ -27,6 +27,9 @@ from turnstream_server.gateway.tinker.loss_inputs import (
     make_operation,
 )
 
+_MAX_DATUMS: Final = 4096
+"""Datums of one call; the SDK sends up to 1,024."""
+
 _INPUT_OF_ROUTE: Final = {
     "forward_backward": "forward_backward_input",
     "forward": "forward_input",
@@ -40,11 +43,18 @@ def _number_or_text(value: Any) -> Any:
     return value
 
 
+def _listed(value: Any) -> list[Any]:
+    """Return the same list: pydantic would copy it."""
+    if not isinstance(value, list):
+        raise ValueError("Input should be a valid list")  # noqa: TRY004 - pydantic reports ValueError
+    return cast("list[Any]", value)
+
+
 _Setting = Annotated[float | str, BeforeValidator(_number_or_text)]
 
 
 class _Tensor(Part):
-    data: list[Any]
+    data: Annotated[Any, PlainValidator(_listed)]
     dtype: Literal["float32", "int64"]
     shape: list[Int64] | None = None
     sparse_crow_indices: list[Int64] | None = None
@@ -57,7 +67,7 @@ class _Datum(Part):
 
 
 class _Input(Part):
-    data: list[_Datum]
+    data: list[_Datum] = Field(max_length=_MAX_DATUMS)
     loss_fn: str
     loss_fn_config: dict[str, _Setting] | None = None
 

@@ -19,6 +19,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from turnstream.errors import BatchingError, RecordError
+from turnstream_server.gateway.body_limits import check_json
 from turnstream_server.gateway.tinker.loss_inputs import require_tokens
 
 Int32 = Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)]
@@ -79,6 +80,7 @@ def read_header(body: bytes, model: type[_Model]) -> tuple[dict[str, Any], _Mode
     Raises:
         RecordError: the body is no JSON object with these fields.
     """
+    check_json(body)
     try:
         content = json.loads(body)
         return content, model.model_validate(content)

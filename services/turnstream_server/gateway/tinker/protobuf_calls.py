@@ -21,6 +21,7 @@ from turnstream_server.gateway.tinker.loss_inputs import (
     make_operation,
     require_tokens,
 )
+from turnstream_server.gateway.tinker.message_fields import check_fields
 
 _DTYPES: Final = {wire.DTYPE_FLOAT32: "<f4", wire.DTYPE_INT64: "<i8"}
 
@@ -31,6 +32,7 @@ def read_protobuf(body: bytes) -> tuple[CallHeader, DecodeOperation]:
     Raises:
         RecordError: the body is no such message.
     """
+    check_fields(body, wire.ForwardBackwardRequest.DESCRIPTOR)
     try:
         message = wire.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from turnstream.errors import BatchingError
+from turnstream_server.gateway.tinker.header import Decoded
 from turnstream_server.gateway.tinker.json_parts import (
     Int32,
     Int64,
@@ -70,6 +71,12 @@ class _Body(Part):
     prompt_logprobs: StrictBool | None = None
     topk_prompt_logprobs: StrictInt | None = None
     topk_sample_logprobs: StrictInt | None = None
+
+
+def decode_sample_call(body: bytes) -> SampleCall:
+    """Return the call in a JSON body, with a decoded prompt; see `read_sample_call`."""
+    call = read_sample_call(body)
+    return call._replace(sampling=Decoded.run(call.sampling))
 
 
 def read_sample_call(body: bytes) -> SampleCall:

@@ -7,11 +7,11 @@ number is used up all the same, and the call fails with the message.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from turnstream.errors import RecordError
-from turnstream_server.gateway.tinker.encodings import JSON, PROTOBUF
-from turnstream_server.gateway.tinker.header import DecodeOperation
+from turnstream_server.gateway.tinker.encodings import JSON, PROTOBUF, media_type_of
+from turnstream_server.gateway.tinker.header import Decoded, DecodeOperation
 from turnstream_server.gateway.tinker.json_calls import read_json
 from turnstream_server.gateway.tinker.protobuf_calls import read_protobuf
 
@@ -36,6 +36,13 @@ class TrainingCall:
     operation: DecodeOperation
 
 
+def decode_training_call(body: bytes, *, content_type: str, route: str) -> TrainingCall:
+    """Return the call in a body, with decoded datums; see `read_training_call`."""
+    call = read_training_call(body, content_type=content_type, route=route)
+    request_id = f"{call.model_id}:{call.seq_id}"
+    return replace(call, operation=Decoded.run(lambda: call.operation(request_id)))
+
+
 def read_training_call(body: bytes, *, content_type: str, route: str) -> TrainingCall:
     """Return the call in a body.
 
@@ -47,7 +54,7 @@ def read_training_call(body: bytes, *, content_type: str, route: str) -> Trainin
     Raises:
         RecordError: the body names no model and no sequence number.
     """
-    kind = content_type.partition(";")[0].strip().lower()
+    kind = media_type_of(content_type)
     if kind == PROTOBUF:
         header, operation = read_protobuf(body)
     elif kind == JSON:

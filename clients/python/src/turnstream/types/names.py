@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
+import reprlib
 import urllib.parse
 from collections.abc import Sequence
+from typing import cast
 
 from turnstream.errors import InvalidConfigError, InvalidTurnError
 
@@ -15,6 +17,11 @@ MAX_NAME_LENGTH = 512
 _SHOWN_LENGTH = 80
 _SHOWN_BITS = 128
 _SHOWN_NUMBERS = 8
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel = 3
+_BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxdict = 40
+_BRIEF.maxstring = _BRIEF.maxother = _SHOWN_LENGTH
 
 _PLAIN = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _LATER_RUN = re.compile(r"(.+)~([2-9]|[1-9][0-9]+)", re.DOTALL)
@@ -142,9 +149,15 @@ def shown(value: object) -> str:
     ("'a'", 'a whole number of 1329 bits')
     >>> shown("a" * 200)[-24:]
     'aaa... (202 characters)'
+    >>> shown([7] * 1_000_000)[-28:]
+    '7, 7, 7... (1000000 entries)'
     """
     if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
         return f"a whole number of {value.bit_length()} bits"
+    if type(value) in (list, tuple, dict):  # its repr may have many megabytes
+        text, entries = _BRIEF.repr(value), cast("list[object]", value)
+        long = f"{text[:_SHOWN_LENGTH]}... ({len(entries)} entries)"
+        return text if len(text) <= _SHOWN_LENGTH else long
     try:
         text = repr(value)
     except Exception:  # noqa: BLE001 - the caller's own repr() may raise anything

@@ -16,7 +16,7 @@ from turnstream.errors import AccessDeniedError
 from turnstream.store.client.deadlines import SOCKET_TIMEOUT_S, is_silence
 from turnstream.store.client.http_address import COMMANDS, INSTANCE, REPLIES
 from turnstream.store.client.scripts import pack
-from turnstream_server.gateway.bodies import Body, off_loop
+from turnstream_server.gateway.bodies import LargeBody
 from turnstream_server.gateway.rest.access import Known
 from turnstream_server.gateway.rest.commands.links import StoreLinks
 from turnstream_server.gateway.rest.commands.packing import pack_replies
@@ -81,7 +81,7 @@ def add_store_links(app: FastAPI, gateway: Gateway) -> None:
 async def send_commands(
     request: Request,
     caller: Known,
-    body: Body,
+    body: LargeBody,
     instance: Annotated[
         str | None,
         Header(
@@ -97,7 +97,9 @@ async def send_commands(
     The reply to any other command is an error that begins with NOPERM, and with INVALID for a
     record or an argument that cannot be read. The status is 403 if all commands are refused.
     """
-    plan = await off_loop(lambda: plan_commands(body, caller.key), num_bytes=len(body))
+    plan = await caller.gateway.parsers.run(
+        lambda body: plan_commands(body, caller.key), body, owner=caller.key.owner
+    )
     if plan.denial:
         return response(problem_of(AccessDeniedError(plan.denial)))
     if not plan.sent:

@@ -41,6 +41,13 @@ from turnstream_server.gateway.rest.ingest.writes import (
 )
 
 _END_OF_STREAM: Final = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+MAX_VALUES: Final = 1 << 24
+"""Numbers in the lists of one request: narrow types are widened to 4 bytes."""
+
+MAX_PARTS: Final = 1 << 17
+"""Parts of version_runs, and entries of maps, of one request. Each becomes a Python object."""
+
+_MAX_METADATA_BYTES: Final = 256 << 10
 _MAPS: Final = ("reward_components", "sampling", "tags", "metrics")
 
 
@@ -62,15 +69,13 @@ def parse_trajectories(body: bytes) -> list[Write]:
 
     Raises:
         RecordError: the body is no Arrow IPC stream, is cut off, or has compressed buffers.
-        InvalidTurnError: a column is unknown, missing or of a wrong type, or a value is wrong; a
-            value is named by its row, as in `rows.3.logprobs`.
+        InvalidTurnError: there are too many rows or values; a column is unknown, missing or of a
+            wrong type; or a value is wrong, which is named by its row, as in `rows.3.logprobs`.
     """
     members: dict[TrajectoryKey, list[_Row]] = {}
     for row in _rows(body, COLUMNS, required=REQUIRED):
         with named_fields("rows", row.number):
             members.setdefault(_key_of(row.values), []).append(row)
-    if len(members) > MAX_ITEMS:
-        raise InvalidTurnError("rows", f"are of {len(members)} trajectories, more than {MAX_ITEMS}")
     return [_write(item, key, rows) for item, (key, rows) in enumerate(members.items())]
 
 
@@ -102,8 +107,6 @@ def _items(
     """Return an item per row, from its number and its values."""
     items: list[_Item] = []
     for number, values in _rows(body, columns, required=required):
-        if number == MAX_ITEMS:
-            raise InvalidTurnError("rows", f"are more than {MAX_ITEMS}")
         with named_fields("rows", number):
             items.append(item_of(number, values))
     return items
@@ -221,11 +224,18 @@ def _batches(
         raise RecordError("the body is no Arrow IPC stream, or is cut off: it has no end marker")
     buffer = pa.py_buffer(body)
     try:
-        _refuse_compression(buffer)
+        _check_messages(buffer)
         with pa.ipc.open_stream(buffer) as reader:
             check_schema(reader.schema, columns, required=required)
+            num_rows = num_values = num_parts = 0
             for batch in reader:
+                num_rows += batch.num_rows
+                _check_count("turns or groups", num_rows, most=MAX_ITEMS)
                 batch.validate(full=True)
+                num_values += sum(map(_num_values, batch.columns))
+                num_parts += sum(map(_num_parts, batch.columns))
+                _check_count("numbers in lists", num_values, most=MAX_VALUES)
+                _check_count("version_runs and entries of maps", num_parts, most=MAX_PARTS)
                 yield batch
     except (pa.ArrowException, OSError, EOFError, struct.error) as error:
         raise RecordError(f"the body is no Arrow IPC stream: {error}") from error
@@ -233,9 +243,7 @@ def _batches(
 
 def _values(column: Any, *, name: str) -> Sequence[Any]:
     """Return a value per row: arrays of a list of numbers, else Python objects."""
-    kind = column.type
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if not is_list or pa.types.is_struct(kind.value_type):
+    if not _has_numbers(column.type):
         return column.to_pylist()
     if column.values.null_count:
         raise InvalidTurnError(f"column {name}", "has a null inside a list, expected numbers")
@@ -255,12 +263,40 @@ def _views(column: Any) -> list[NDArray[Any] | None]:
     return views
 
 
-def _refuse_compression(buffer: pa.Buffer) -> None:
-    """Refuse a stream with compressed buffers: they may claim any size, and pyarrow has no limit.
+def _check_count(what: str, count: int, *, most: int) -> None:
+    if count > most:
+        raise InvalidTurnError("rows", f"{count} {what}, more than {most}: send less at once")
 
+
+def _num_values(column: Any) -> int:
+    """Return the numbers in the lists of a column; 0 for a column without such lists."""
+    return len(column.values) if _has_numbers(column.type) else 0
+
+
+def _num_parts(column: Any) -> int:
+    """Return the structs and entries in a column, which become Python objects."""
+    is_nested = pa.types.is_nested(column.type) and not _has_numbers(column.type)
+    return len(column.values) if is_nested else 0
+
+
+def _has_numbers(kind: pa.DataType) -> bool:
+    """Return whether a type is a list of numbers."""
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return is_list and not pa.types.is_struct(kind.value_type)
+
+
+def _check_messages(buffer: pa.Buffer) -> None:
+    """Refuse a stream with too many messages or a large schema, before anything is built.
+
+    Compressed buffers are refused: they may claim any size, and pyarrow has no limit.
     Content-Encoding compresses a body within a limit.
     """
-    for message in pa.ipc.MessageReader.open_stream(buffer):
+    for number, message in enumerate(pa.ipc.MessageReader.open_stream(buffer)):
+        if number > MAX_ITEMS or len(message.metadata) > _MAX_METADATA_BYTES:
+            raise RecordError(
+                f"the Arrow stream has more than {MAX_ITEMS} batches, or one whose description has "
+                f"more than {_MAX_METADATA_BYTES} bytes"
+            )
         if message.type == "record batch" and _is_compressed(message.metadata.to_pybytes()):
             raise RecordError(
                 "the Arrow stream has compressed buffers: write it without compression, and "

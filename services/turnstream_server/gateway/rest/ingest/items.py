@@ -6,9 +6,19 @@ The field of an error begins with the place of the item: `items.3.logprobs`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
-from pydantic import FailFast, Field, StrictBool, StrictFloat, StrictInt, StrictStr, WithJsonSchema
+from pydantic import (
+    FailFast,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    WithJsonSchema,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from turnstream.errors import InvalidTurnError
 from turnstream.generator.encode.group_checks import checked_key, checked_opening
@@ -209,6 +219,19 @@ class TrajectoriesBody(Part):
     """Whole trajectories."""
 
     items: Annotated[list[TrajectoryItem], FailFast()] = Field(max_length=MAX_ITEMS)
+
+    @field_validator("items", mode="before")
+    @classmethod
+    def _refuse_many_turns(cls, items: Any) -> Any:
+        """Count the turns of all items, before any is built."""
+        if isinstance(items, list):
+            given = cast("list[Any]", items)
+            turns = [each.get("turns") for each in given if isinstance(each, dict)]
+            if sum(len(each) for each in turns if isinstance(each, list)) > MAX_ITEMS:
+                raise PydanticCustomError(
+                    "many_turns", "more than {most} turns", {"most": MAX_ITEMS}
+                )
+        return items
 
     def writes(self) -> list[Write]:
         """Return the checked writes; InvalidTurnError names item and field."""

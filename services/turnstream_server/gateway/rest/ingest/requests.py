@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -12,7 +13,6 @@ from fastapi import Depends, FastAPI, Header, Request
 
 from turnstream.errors import InvalidTurnError
 from turnstream.types import TrajectoryKey
-from turnstream_server.gateway.bodies import off_loop
 from turnstream_server.gateway.rest.access import Caller, Produce, RunName
 from turnstream_server.gateway.rest.bodies import ARROW, JSON, media_type_of, read_content
 from turnstream_server.gateway.rest.ingest.publishers import Publishers, RunWriter, Slots
@@ -121,10 +121,11 @@ class IngestCall:
         return self._writer or f"http-{self.caller.key.name}"
 
     async def parsed(self, **parsers: Callable[[bytes], _Parsed]) -> _Parsed:
-        """Return the parsed body; a big one is parsed in a thread.
+        """Return the parsed body; see `Parsers.run`.
 
         Args:
-            parsers: "json" and "arrow", the accepted media types, with their parsers.
+            parsers: "json" and "arrow", the accepted media types, with their parsers: functions of
+                a module.
 
         Raises:
             HTTPException: 413 or 415, as of `media_type_of` and `read_content`.
@@ -134,13 +135,12 @@ class IngestCall:
         accepted = {_MEDIA_TYPES[name]: parse for name, parse in parsers.items()}
         media_type = media_type_of(self._request, accepted=tuple(accepted))
         body = await read_content(self._request, media_type=media_type)
-        parse, has_key = accepted[media_type], self._key is not None
-
-        def work() -> tuple[_Parsed, bytes]:
-            parsed = parse(body)
-            return parsed, hashlib.blake2b(body, digest_size=16).digest() if has_key else b""
-
-        parsed, found = await off_loop(work, num_bytes=len(body))
+        parsed, found = await self.caller.gateway.parsers.run(
+            functools.partial(_parsed, accepted[media_type], self._key is not None),
+            body,
+            owner=self.caller.key.owner,
+            is_json=media_type == JSON,
+        )
         if self._key is not None:
             known: RequestKeys = self._request.app.state.request_keys
             known.check(found, self.caller.key.key_id, self._request.url.path, self._key)
@@ -161,6 +161,11 @@ class IngestCall:
                 yield lent, slots
             finally:
                 self.publishers.keep(lent, slots.values())
+
+
+def _parsed(parse: Callable[[bytes], _Parsed], has_key: bool, body: bytes) -> tuple[_Parsed, bytes]:
+    """Return the content of a body, and its hash if the request has an idempotency key."""
+    return parse(body), hashlib.blake2b(body, digest_size=16).digest() if has_key else b""
 
 
 async def _ingest_call(

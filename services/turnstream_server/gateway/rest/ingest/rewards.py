@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final, Literal
 
 from fastapi import APIRouter, Request
@@ -13,7 +14,6 @@ from turnstream.store.client.run_ids import find_run_async
 from turnstream.store.client.scripts import Command, run_commands_async
 from turnstream.store.run.rewards import RewardOutcome, addressed, reward_command
 from turnstream.types import TrajectoryKey
-from turnstream_server.gateway.bodies import off_loop
 from turnstream_server.gateway.rest.access import Produce, RunName
 from turnstream_server.gateway.rest.bodies import (
     JSON,
@@ -125,8 +125,11 @@ async def post_rewards(request: Request, run: RunName, caller: Produce) -> Respo
     media_type = media_type_of(request, accepted=(JSON,))
     content = await read_content(request, media_type=media_type)
     run_id = await find_run_async(caller.client, run)
-    items, commands = await off_loop(
-        lambda: _commands(run_id, parse_body(content, RewardsBody)), num_bytes=len(content)
+    items, commands = await caller.gateway.parsers.run(
+        functools.partial(_commands, run_id),
+        content,
+        owner=caller.key.owner,
+        is_json=True,
     )
     replies: list[Any] = []
     for first in range(0, len(commands), _PER_CALL):
@@ -135,7 +138,8 @@ async def post_rewards(request: Request, run: RunName, caller: Produce) -> Respo
     return _response(items, replies)
 
 
-def _commands(run: str, body: RewardsBody) -> tuple[list[RewardItem], list[Command]]:
+def _commands(run: str, content: bytes) -> tuple[list[RewardItem], list[Command]]:
+    body = parse_body(content, RewardsBody)
     commands: list[Command] = []
     for number, item in enumerate(body.items):
         with named_fields("items", number):

@@ -26,7 +26,8 @@ from turnstream.store.client.run_ids import find_run_async, no_such_run
 from turnstream.types.names import shown
 from turnstream_server.bus.core.scan import EventEntry, entry_ms
 from turnstream_server.gateway.access import secret_of
-from turnstream_server.gateway.bodies import off_loop
+from turnstream_server.gateway.parsers import IN_LOOP_BYTES
+from turnstream_server.gateway.request_body import body_of
 from turnstream_server.gateway.rest.access import Read, RunName
 from turnstream_server.gateway.rest.problems import problem_of
 from turnstream_server.gateway.rest.runs.event_follower import BEGINNING, EventFollower
@@ -148,7 +149,7 @@ async def _messages(
     try:
         with followers.one_more(key.key_id):
             while True:
-                if text := await _encoded(entries, wanted):
+                if text := await _encoded(request, entries, wanted):
                     yield text
                     sent_s = clock()
                 if follower.is_deleted:
@@ -190,11 +191,15 @@ async def _check_key(request: Request) -> None:
         key.require("read", run=request.path_params["run"])
 
 
-async def _encoded(entries: Sequence[EventEntry], wanted: Collection[str]) -> str:
-    num_bytes = sum(len(entry.record) for entry in entries)
-    return await off_loop(
-        lambda: "".join(_message(entry, wanted) for entry in entries), num_bytes=num_bytes
-    )
+async def _encoded(request: Request, entries: Sequence[EventEntry], wanted: Collection[str]) -> str:
+    gateway: Gateway = request.app.state.gateway
+
+    def encode() -> str:
+        return "".join(_message(entry, wanted) for entry in entries)
+
+    if sum(len(entry.record) for entry in entries) <= IN_LOOP_BYTES:
+        return encode()
+    return await gateway.parsers.in_thread(encode, owner=body_of(request).owner)
 
 
 def _message(entry: EventEntry, wanted: Collection[str]) -> str:

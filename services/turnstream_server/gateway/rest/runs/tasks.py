@@ -22,7 +22,6 @@ from turnstream.store.client.run_ids import find_run_async
 from turnstream.store.run.configs import read_config_async
 from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream.types import TrajectoryKey
-from turnstream_server.gateway.bodies import off_loop
 from turnstream_server.gateway.rest.access import Admin, Caller, RunName
 from turnstream_server.gateway.rest.answers import answer
 from turnstream_server.gateway.rest.bodies import JSON, json_body, media_type_of, read_content
@@ -70,17 +69,19 @@ async def post_prompts(request: Request, run: RunName, caller: Admin) -> Respons
     """Add prompts to a run, which generators take as tasks."""
     media_type = media_type_of(request, accepted=(JSON,))
     content = await read_content(request, media_type=media_type)
-    body, prompts = await off_loop(lambda: _parse_prompts(content), num_bytes=len(content))
+    first, prompts = await caller.gateway.parsers.run(
+        _parse_prompts, content, owner=caller.key.owner, is_json=True
+    )
 
     def add(client: Any) -> dict[str, Any]:
-        return {"num_added": add_prompts(client, run, prompts, first=body.first)}
+        return {"num_added": add_prompts(client, run, prompts, first=first)}
 
     return await answer(caller, AddedPrompts, add)
 
 
-def _parse_prompts(content: bytes) -> tuple[PromptsBody, list[Prompt]]:
+def _parse_prompts(content: bytes) -> tuple[int | None, list[Prompt]]:
     body = parse_body(content, PromptsBody)
-    return body, body.listed()
+    return body.first, body.listed()
 
 
 @router.post("/runs/{run}/tasks", response_model=Task, summary="Take a task")
