@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +18,7 @@ from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.gateway.rest.ingest import publishers
+from turnstream_server.gateway.rest.ingest import places, publishers
 from turnstream_server.keys.records import Role
 from turnstream_server.keys.store import create_key
 
@@ -28,7 +29,7 @@ _FIRST, _SECOND = turn("ab", "CD"), turn("abcde", "F")
 def test_dropped_trajectories_are_adopted_again(
     ingest: IngestClient, reader: RunReader, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
-    monkeypatch.setattr(publishers, bound, 1)
+    monkeypatch.setattr(places, bound, 1)
     names = ["a", "b", "c"]
 
     results = [ingest.turn(0, _FIRST, group_id=name) for name in names]
@@ -51,6 +52,46 @@ def test_idle_publishers_are_closed_for_new_writers(
         ]
 
     assert {each["status"] for each in results} == {201}
+
+
+def test_only_own_trajectories_make_room_and_a_ping_renews_all(
+    client: redis.Redis,
+    new_run: Callable[..., str],
+    new_gateway: Callable[..., GatewayThread],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(places, "MAX_TRAJECTORIES", 3)
+    monkeypatch.setattr(publishers, "MAX_PUBLISHERS", 3)
+    run, gateway = new_run(client, lease_s=3), new_gateway(requires_key=True)
+    leases = keys.run_keys(run).leases
+
+    def writer(key: str, name: str) -> IngestClient:
+        ingest = stack.enter_context(IngestClient(gateway, run, writer=name))
+        ingest.http.headers["X-API-Key"] = secrets[key]
+        return ingest
+
+    with contextlib.ExitStack() as stack:
+        secrets = {each: create_key(client, f"{run} {each}", roles=["produce"]) for each in "ab"}
+        pinged, silent, third = (writer("a", name) for name in ("pinged", "silent", "third"))
+        for name in "12":
+            pinged.turn(0, _FIRST, group_id=f"pinged {name}")
+        silent.turn(0, _FIRST, group_id="silent")
+        pinged.results("turns")
+        third.turn(0, _FIRST, group_id="third")
+        others = [writer("b", f"other {number}") for number in range(4)]
+        for number in range(8):
+            others[number % 4].turn(0, _FIRST, group_id=f"other {number}")
+
+        def renewed() -> dict[str, bool]:
+            pinged.results("turns")
+            third.results("turns")
+            now = {name: client.zscore(leases, name) for name in before}
+            return {name: before[name] != at for name, at in now.items()}
+
+        names = ["pinged%201/0/0", "pinged%202/0/0", "third/0/0", "silent/0/0"]
+        before = {name: client.zscore(leases, name) for name in names}
+        wait_until(lambda: all(list(renewed().values())[:3]), describe="the renewed leases")
+        assert not renewed()["silent/0/0"]
 
 
 def test_fenced_writer_adopts_and_tries_once_more(

@@ -15,11 +15,8 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.store.run.runs import create_run
 from turnstream_server.gateway.rest.bodies import MAX_ITEMS, MAX_JSON_BYTES
 from turnstream_server.gateway.rest.ingest.arrow_columns import GROUP_COLUMNS, TURN_COLUMNS
-from turnstream_server.gateway.rest.ingest.publishers import (
-    MAX_PUBLISHERS,
-    MAX_TOKEN_BYTES,
-    MAX_TRAJECTORIES,
-)
+from turnstream_server.gateway.rest.ingest.places import MAX_TOKEN_BYTES, MAX_TRAJECTORIES
+from turnstream_server.gateway.rest.ingest.publishers import MAX_PUBLISHERS
 from turnstream_server.gateway.rest.ingest.requests import MAX_KEYS
 
 _PAGE = Path(__file__).parents[3] / "docs/http.md"

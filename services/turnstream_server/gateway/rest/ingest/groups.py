@@ -19,7 +19,7 @@ from turnstream_server.gateway.rest.ingest.arrow_bodies import parse_groups
 from turnstream_server.gateway.rest.ingest.delivery import open_groups
 from turnstream_server.gateway.rest.ingest.items import GroupsBody
 from turnstream_server.gateway.rest.ingest.json_bodies import parse_body
-from turnstream_server.gateway.rest.ingest.publishers import RunWriter, Slot, Slots
+from turnstream_server.gateway.rest.ingest.places import RunWriter, Slot, Slots
 from turnstream_server.gateway.rest.ingest.requests import UNSUPPORTED, Call
 from turnstream_server.gateway.rest.ingest.results import (
     GroupResults,

@@ -15,7 +15,8 @@ from turnstream.errors import InvalidTurnError
 from turnstream.types import TrajectoryKey
 from turnstream_server.gateway.rest.access import Caller, Produce, RunName
 from turnstream_server.gateway.rest.bodies import ARROW, JSON, media_type_of, read_content
-from turnstream_server.gateway.rest.ingest.publishers import Publishers, RunWriter, Slots
+from turnstream_server.gateway.rest.ingest.places import RunWriter, Slots
+from turnstream_server.gateway.rest.ingest.publishers import Publishers
 from turnstream_server.gateway.rest.problems import MEDIA_TYPE, Problem
 from turnstream_server.gateway.state import Gateway
 
@@ -152,15 +153,17 @@ class IngestCall:
 
         Without a name in the request, several clients may share the writer of their key.
         """
-        is_shared = self._writer is None
+        is_shared, owner = self._writer is None, self.caller.key.owner
         async with (
-            self.publishers.lend(self.run, self.writer_name, is_shared=is_shared) as lent,
+            self.publishers.lend(
+                self.run, self.writer_name, owner=owner, is_shared=is_shared
+            ) as lent,
             lent.locked(keys) as slots,
         ):
             try:
                 yield lent, slots
             finally:
-                self.publishers.keep(lent, slots.values())
+                self.publishers.keep(lent, slots.values(), owner=owner)
 
 
 def _parsed(parse: Callable[[bytes], _Parsed], has_key: bool, body: bytes) -> tuple[_Parsed, bytes]:

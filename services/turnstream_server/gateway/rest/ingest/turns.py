@@ -19,7 +19,7 @@ from turnstream_server.gateway.rest.ingest.groups import is_wait
 from turnstream_server.gateway.rest.ingest.items import TrajectoriesBody, TurnsBody
 from turnstream_server.gateway.rest.ingest.json_bodies import parse_body
 from turnstream_server.gateway.rest.ingest.observing import observe_writes
-from turnstream_server.gateway.rest.ingest.publishers import RunWriter
+from turnstream_server.gateway.rest.ingest.places import RunWriter
 from turnstream_server.gateway.rest.ingest.requests import UNSUPPORTED, Call, IngestCall
 from turnstream_server.gateway.rest.ingest.results import (
     WriteResults,
