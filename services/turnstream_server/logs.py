@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -25,6 +26,9 @@ _OWN_FIELDS = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "ascti
 
 _VERBOSE = ("httpx2", "uvicorn")
 """Loggers with a line for each request; below WARNING they write only at level DEBUG."""
+
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""Characters that break a line, or change a terminal."""
 
 _NO_FACTS: Final[Mapping[str, Any]] = {}
 _bound: ContextVar[Mapping[str, Any]] = ContextVar("bound", default=_NO_FACTS)
@@ -82,14 +86,27 @@ def _facts(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class _LineFormatter(logging.Formatter):
-    """`time LEVEL service logger: message key=value …`, the keys from the facts."""
+    """`time LEVEL service logger: message key=value …`, the keys from the facts.
+
+    A message and its facts are one line: line breaks and other control characters are escaped. The
+    lines of a traceback follow, indented, so that none looks like an event.
+    """
 
     def __init__(self, service: str) -> None:
         super().__init__(f"%(asctime)s %(levelname)-7s {service} %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - its name there
         facts = (f"{name}={value}" for name, value in _facts(record).items())
-        return " ".join((super().formatMessage(record), *facts))
+        return _escaped(" ".join((super().formatMessage(record), *facts)))
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, and the lines of its traceback."""
+        line, *traceback = super().format(record).split("\n")
+        return "\n".join([line, *(f"    {_escaped(each)}" for each in traceback)])
+
+
+def _escaped(text: str) -> str:
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class _JsonFormatter(logging.Formatter):
@@ -117,15 +134,15 @@ class _JsonFormatter(logging.Formatter):
             line[f"fact_{name}" if name in taken else name] = value
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(_plain(line), default=str, separators=(",", ":"))
+        return json.dumps(plain(line), default=str, separators=(",", ":"))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a value with texts for numbers that JSON lacks."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     return value

@@ -13,6 +13,7 @@ from typing import Final
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
 from starlette.routing import Mount
 
 from turnstream.errors import (
@@ -25,7 +26,7 @@ from turnstream.errors import (
     UnavailableError,
 )
 from turnstream_server.gateway.access import authenticate
-from turnstream_server.gateway.bodies import json_response
+from turnstream_server.gateway.bodies import disconnected, json_response
 from turnstream_server.gateway.rest.app import PREFIX as REST_PREFIX
 from turnstream_server.gateway.rest.app import make_rest_app
 from turnstream_server.gateway.routes import (
@@ -74,6 +75,7 @@ def make_app(gateway: Gateway) -> FastAPI:
         app.add_exception_handler(kind, _refuse)
     app.add_exception_handler(UnavailableError, _unavailable)
     app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(ClientDisconnect, disconnected)
     app.add_exception_handler(Exception, _failed)
     return app
 

@@ -56,6 +56,11 @@ def read_object(body: bytes) -> dict[str, Any]:
     return content
 
 
+async def disconnected(_: Request, __: Exception) -> Response:
+    """Return the answer to an upload that its client has ended; it is never received."""
+    return Response(status_code=499)
+
+
 def json_response(content: Any, *, status: int = 200) -> Response:
     """Return a response in JSON."""
     body = json.dumps(content, separators=(",", ":")).encode()

@@ -107,3 +107,19 @@ def test_bodies_in_flight_share_one_memory_limit(
     assert [each.status_code for each in statuses] == [429, 400, 429]
     assert statuses[0].headers["retry-after"] == statuses[2].headers["retry-after"] == "1"
     assert [held.status_code, after.status_code] == [400, 400]  # no JSON
+
+
+@pytest.mark.parametrize("path", [_REST, _TINKER, "/v1/runs/any/tasks"])
+def test_aborted_upload_is_no_error_of_the_gateway(
+    gateway: GatewayThread, new_key: NewKey, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    host, _, port = gateway.address.partition(":")
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Length: 1000"]
+    lines += ["Content-Type: application/json", f"X-API-Key: {new_key('a')['X-API-Key']}"]
+    with caplog.at_level("INFO"):
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall("\r\n".join([*lines, "", "{"]).encode())
+            wait_until(lambda: gateway.num_requests == 1, describe="the upload")
+        wait_until(lambda: "POST /" in caplog.text, describe="the line of the request")
+
+    assert [each.message for each in caplog.records if each.levelname in ("WARNING", "ERROR")] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +53,21 @@ def test_run_with_a_slash_is_refused_with_its_reason(
     assert (refused["field"], refused["value"]) == ("body.name", f"{run}/a")
     assert read["detail"].endswith("a run whose name has '/' is available in the Python SDK only")
     assert unknown["detail"] == f"no route has the path '/v1/runs/{run}/nothing'"
+
+
+def test_problem_of_a_number_that_json_lacks_is_json(
+    api: RestApi, client: redis.Redis, new_run: Callable[..., str]
+) -> None:
+    body = b'{"wait_s": NaN, "x": [-Infinity]}'
+    headers = {"content-type": "application/json"}
+
+    answer = api.http.post(f"runs/{new_run(client)}/tasks", content=body, headers=headers)
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is no JSON")
+
+    problem = json.loads(answer.content, parse_constant=refuse)
+    assert (answer.status_code, problem["field"], problem["value"]) == (422, "body.wait_s", "nan")
 
 
 def test_requests_are_answered_while_a_large_body_is_parsed(

@@ -48,7 +48,7 @@ def test_an_exception_is_shown_with_its_traceback() -> None:
     except ValueError:
         logging.getLogger("some.module").exception("failed")
 
-    assert "failed\nTraceback" in stream.getvalue()
+    assert "failed\n    Traceback" in stream.getvalue()
     assert stream.getvalue().endswith("invalid literal for int() with base 10: 'x'\n")
 
 

@@ -72,3 +72,18 @@ def test_bound_facts_are_on_the_lines_of_the_block(stream: io.StringIO) -> None:
     assert (one["request_id"], one["run"]) == ("a", "own")
     assert (two["request_id"], two["run"], two["step"]) == ("a", "maze", 2)
     assert not {"request_id", "run", "step"} & three.keys()
+
+
+def test_text_of_a_caller_makes_no_line_of_its_own(stream: io.StringIO) -> None:
+    configure_logging("INFO", service="batcher", stream=stream, form="text")
+    forged = "x\n2026-01-01 00:00:00,000 ERROR   batcher a: b\r\x1b[2K\x85\u2028"
+
+    logger.warning("%s failed", forged, extra={"run": forged})
+    logger.error("failed", exc_info=ValueError(forged))
+
+    first, second, *traceback = stream.getvalue().split("\n")[:-1]
+    assert r"ERROR   batcher a: b\r\x1b[2K\x85\u2028 failed run=x\n2026" in first
+    assert first.isprintable()
+    assert second.endswith("some.module: failed")
+    assert traceback[-1].startswith("    2026")
+    assert all(line.startswith("    ") for line in traceback)

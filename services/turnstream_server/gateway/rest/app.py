@@ -11,9 +11,11 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from turnstream.errors import TurnstreamError
 from turnstream.types.names import shown
+from turnstream_server.gateway.bodies import disconnected
 from turnstream_server.gateway.rest.bodies import JSON
 from turnstream_server.gateway.rest.commands import store
 from turnstream_server.gateway.rest.ingest import groups, rewards, turns
@@ -89,6 +91,7 @@ def make_rest_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(TurnstreamError, _refuse)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(ClientDisconnect, disconnected)
     app.add_exception_handler(Exception, _failed)
     return app
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from turnstream import errors
 from turnstream.types.names import shown
+from turnstream_server.logs import plain
 
 MEDIA_TYPE: Final = "application/problem+json"
 _TYPE: Final = "https://turnstream.dev/problems/"
@@ -107,5 +108,6 @@ def response(problem: Problem) -> Response:
         headers["Retry-After"] = str(max(1, math.ceil(problem.retry_after_s)))
     if problem.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    body = json.dumps(problem.model_dump(exclude_none=True), separators=(",", ":")).encode()
+    content = plain(problem.model_dump(exclude_none=True))
+    body = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     return Response(body, problem.status, headers=headers, media_type=MEDIA_TYPE)
