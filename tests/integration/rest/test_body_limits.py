@@ -39,7 +39,8 @@ def new_key(client: redis.Redis, request: pytest.FixtureRequest) -> NewKey:
     def new(name: str, **limits: float) -> dict[str, str]:
         roles = ["produce", "train"]
         name = f"{request.node.name} {name}"
-        return {"X-API-Key": create_key(client, name, roles=roles, limits=KeyLimits(**limits))}  # pyright: ignore[reportArgumentType]
+        key = create_key(client, name, roles=roles, limits=KeyLimits(**limits))  # pyright: ignore[reportArgumentType]
+        return {"X-API-Key": key, "Content-Type": "application/json"}
 
     return new
 
