@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import threading
@@ -18,6 +17,7 @@ from turnstream.wire import tinker_pb2 as wire
 from turnstream_server.commands.bases import BaseModel
 from turnstream_server.commands.keys import BASES
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.gateway import state
 
 
 def test_calls_run_by_number_and_are_answered_at_once(api: Any, worker: CannedWorker):
@@ -85,24 +85,25 @@ def sparse_call(model: str, number: int, *, num_tokens: int, width: int) -> byte
     return message.SerializeToString()
 
 
-def test_dense_values_of_a_key_are_limited_by_width_and_rate(api: Any, worker: CannedWorker):
-    model = api.model()
-    worker.may_run.clear()
+def test_dense_values_of_a_key_are_limited_by_width_and_rate(
+    api: Any, new_api: Callable[..., Any], gateway: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(state, "DENSE_BYTES_PER_S", 1)
+    other = new_api(gateway, key="tml-other")
 
-    def submit(number: int, width: int) -> Any:
+    def submit(caller: Any, model: str, number: int, *, width: int = 300) -> Any:
         body = sparse_call(model, number, num_tokens=128, width=width)
         headers = {"Content-Type": "application/x-protobuf"}
-        return api.http.post("forward_backward", content=body, headers=headers)
+        return caller.http.post("forward_backward", content=body, headers=headers)
 
-    too_wide = submit(1, 301).json()["request_id"]
-    numbers = itertools.count(2)
-    refused = next(
-        each for each in (submit(number, 300) for number in numbers) if each.status_code != 200
-    )
+    model = api.model()
+    too_wide = submit(api, model, 1, width=301).json()["request_id"]
+    accepted, refused = submit(api, model, 2), submit(api, model, 3)
+    of_other = submit(other, other.model(), 1)
 
     words = r"datum 0: target_tokens has the shape \(128, 301\), expected at most 300 targets"
     assert re.search(words, api.result(too_wide)["error"])
-    assert refused.status_code == 429
+    assert [each.status_code for each in (accepted, refused, of_other)] == [200, 429, 200]
     assert int(refused.headers["Retry-After"]) >= 1
     assert "32 MiB/s of dense values" in refused.json()["detail"]
 

@@ -7,8 +7,9 @@
 local now = redis.call('TIME')
 local due = now[1] * 1000 + math.floor(now[2] / 1000) + ARGV[1]
 for place = 3, #ARGV do
-  local known = ARGV[2] == '1' and redis.call('ZSCORE', KEYS[1], ARGV[place])
-  if not known or tonumber(known) > due then
+  if ARGV[2] == '1' then
+    redis.call('ZADD', KEYS[1], 'LT', due, ARGV[place])
+  else
     redis.call('ZADD', KEYS[1], due, ARGV[place])
   end
 end
