@@ -99,6 +99,20 @@ def resume(run: RunArgument, redis: Redis = "", as_json: AsJson = False) -> None
     _change_state(redis, run, "resume", "open", as_json=as_json)
 
 
+@app.command("remove-observer")
+def remove_observer(
+    run: RunArgument,
+    observer: Annotated[str, typer.Argument(help="Its name: `turnstream run show` lists all.")],
+    redis: Redis = "",
+    as_json: AsJson = False,
+) -> None:
+    """Remove an observer, so that no step is kept for it. A running one gets an error."""
+    from turnstream_server.jobs.run_commands import remove_observer as remove
+
+    words = remove(store_url(redis), run, observer)
+    say(words, as_json=as_json, run=run, observer=observer)
+
+
 @app.command()
 def close(
     run: RunArgument,

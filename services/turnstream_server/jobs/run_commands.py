@@ -16,6 +16,7 @@ from turnstream.store.client.connection import connect
 from turnstream.store.run.configs import open_run, read_revisions, revise_config
 from turnstream.store.run.runs import close_run, create_run, pause_run, reopen_run, resume_run
 from turnstream_server.bus.planning.replans import Replanned, await_replan, request_replan
+from turnstream_server.bus.sessions import observers
 
 RunCommand = Literal["close", "reopen", "pause", "resume"]
 
@@ -76,6 +77,16 @@ def change_state(url: str, run: str, command: RunCommand, **options: Any) -> str
     with connect(url) as client:
         run = open_run(client, run)
         return f"run {run} {changed if change(client, run, **options) else unchanged}"
+
+
+def remove_observer(url: str, run: str, observer: str) -> str:
+    """Remove an observer of a run; return the result in words."""
+    with connect(url) as client:
+        run = open_run(client, run)
+        if observers.remove_observer(client, run, observer):
+            return f"observer {observer!r} of run {run} is removed: no step is kept for it"
+        known = ", ".join(repr(each.name) for each in observers.read_observers(client, run))
+    raise InvalidConfigError("observer", f"run {run} has no {observer!r}; it has {known or 'none'}")
 
 
 def with_settings(config: BatchingConfig, settings: Sequence[str]) -> BatchingConfig:

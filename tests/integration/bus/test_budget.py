@@ -123,7 +123,7 @@ async def test_too_small_budget_names_the_observer_of_the_oldest_step(run: Any) 
 
     assert early["budget_too_small"].endswith("was seen by every observer")
     assert late["budget_too_small"].endswith(
-        "was seen by every observer: 'slow' has seen step 0, and is forgotten in 60 s"
+        "was seen by every observer: 'slow' has seen step 0, and expires in 60 s"
     )
 
 

@@ -1,10 +1,14 @@
+from functools import partial
 from typing import Any
 
 import pytest
 
 from turnstream.errors import (
+    ConflictError,
     InvalidConfigError,
     ObserverExpiredError,
+    RejectedError,
+    StoreBehindError,
 )
 from turnstream_server.bus.sessions import observers
 from turnstream_server.bus.sessions.observers import (
@@ -13,14 +17,23 @@ from turnstream_server.bus.sessions.observers import (
     forget_observers,
     note_observed,
     read_observers,
+    remove_observer,
 )
+
+PLANNED = 9
 
 
 async def declare(
-    run: Any, observer: str = "o", *, first_step: int | None = None, expiry_s: float = 60.0
+    run: Any,
+    observer: str = "o",
+    *,
+    first_step: int | None = None,
+    expiry_s: float = 60.0,
+    **caller: Any,
 ) -> Declared:
+    await run.client.hset(run.keys.frontier, "planned", PLANNED)
     return await declare_observer(
-        run.client, run.name, observer=observer, first_step=first_step, expiry_s=expiry_s
+        run.client, run.name, observer=observer, first_step=first_step, expiry_s=expiry_s, **caller
     )
 
 
@@ -151,7 +164,7 @@ async def test_expired_observers_with_the_newest_steps_are_kept(
         ({"first_step": 0}, "first_step"),
         ({"expiry_s": 0.0}, "expiry_s"),
         ({"expiry_s": float("nan")}, "expiry_s"),
-        ({"expiry_s": 1e9}, "expiry_s"),
+        ({"expiry_s": 7 * 86_400 + 1}, "expiry_s"),
     ],
 )
 async def test_an_observer_that_cannot_be_is_refused(run: Any, wrong: Any, field: str) -> None:
@@ -159,6 +172,60 @@ async def test_an_observer_that_cannot_be_is_refused(run: Any, wrong: Any, field
         await declare(run, **wrong)
 
     assert not await run.client.exists(run.keys.observers)
+
+
+async def test_observer_is_of_its_owner_and_no_step_beyond_the_planned(run: Any) -> None:
+    mine: Any = {"owner": "me", "is_admin": False}
+    other: Any = {"owner": "other", "is_admin": False}
+    observed = partial(note_observed, run.client, run.name, observer="o")
+    await declare(run, first_step=1, expiry_s=1, **mine)
+
+    for expired in (False, True):
+        with pytest.raises(ConflictError, match="observer o belongs to another API key"):
+            await declare(run, **other)
+        with pytest.raises(ConflictError, match="another API key"):
+            await observed(seen=PLANNED, **other)
+        if not expired:
+            await forget(run, after_ms=1_000)
+    await declare(run, **mine)
+    with pytest.raises(StoreBehindError, match=f"the newest batch of this store is {PLANNED}"):
+        await observed(seen=PLANNED + 1, **mine)
+    with pytest.raises(RejectedError, match=f"first_step: {PLANNED + 2} is after step"):
+        await declare(run, "ahead", first_step=PLANNED + 2)
+    await observed(seen=PLANNED, owner="operator", is_admin=True)
+    assert [(each.owner, each.seen) for each in read_observers(run.store, run.name)] == [("me", 9)]
+
+    before = await run.last_wake_up()
+    assert remove_observer(run.store, run.name, "o")
+    assert not remove_observer(run.store, run.name, "o")
+    assert await run.last_wake_up() != before
+    with pytest.raises(ObserverExpiredError, match="was removed"):
+        await observed(**mine)
+    await declare(run, **other)
+
+
+async def test_observers_have_limits_for_each_owner_and_run(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observers, "MOST_OF_OWNER", 2)
+    monkeypatch.setattr(observers, "MOST_OBSERVERS", 3)
+    for number, owner in enumerate(("a", "a", "b")):
+        await declare(run, f"o{number}", expiry_s=1, owner=owner)
+
+    with pytest.raises(RejectedError, match="the key has 2 observers of the run; the limit is 2"):
+        await declare(run, "o9", owner="a")
+    with pytest.raises(RejectedError, match="the run has 3 observers; the limit is 3"):
+        await declare(run, "o9", owner="b")
+    await declare(run, "o1", owner="a")
+    await forget(run, after_ms=1_000)
+    await declare(run, "o9", owner="b")
+
+
+async def test_observer_of_an_earlier_release_gets_the_owner_that_resumes_it(run: Any) -> None:
+    await run.client.hset(run.keys.observers, "o", f"3:{await run.run_ms() + 60_000}:60000:2")
+
+    assert await declare(run, owner="me", is_admin=False) == (4, 2)
+    assert [each.owner for each in read_observers(run.store, run.name)] == ["me"]
 
 
 async def test_observer_expires_only_after_its_expiry_of_silence(run: Any) -> None:

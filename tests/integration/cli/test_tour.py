@@ -16,7 +16,7 @@ import pytest
 
 from testkit import group, ids, trajectory, turn
 from turnstream.batching.config import BatchingConfig
-from turnstream.errors import NotReadyError
+from turnstream.errors import InvalidConfigError, NotReadyError, ObserverExpiredError
 from turnstream.generator import Publisher
 from turnstream.worker import ObserverStream
 from turnstream_server.jobs.status import REFRESH_S, watch_status
@@ -64,6 +64,17 @@ def test_show_has_the_progress_the_observers_and_the_rollbacks(typed: Any) -> No
     assert "main-1 continues from step 2; the steps up to 3 are trained again" in shown
     assert re.search(r"the critic +1 +\d+ s +(9 min \d+ s|10 min 0 s)", shown)
     assert re.search(r"\* max_staleness +3", shown)
+
+
+def test_observer_is_removed_by_name(typed: Any, place: Any) -> None:
+    with ObserverStream(place.target, RUN, "spare", first_step=1) as spare:
+        removed = typed("run", "remove-observer", RUN, "spare")
+        with pytest.raises(ObserverExpiredError, match="was removed"):
+            next(spare)
+    with pytest.raises(InvalidConfigError, match="run maze has no 'spare'; it has 'the critic'"):
+        typed("run", "remove-observer", RUN, "spare")
+
+    assert "observer 'spare' of run maze is removed: no step is kept for it" in removed
 
 
 def test_show_fits_one_screen_and_all_prints_every_setting(typed: Any) -> None:

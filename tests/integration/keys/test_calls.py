@@ -302,6 +302,11 @@ def test_streams_train_and_observe_with_their_keys(
     ):
         hashes = [next(each).content_hash for each in (stream, observer)]
         stream.stepped()
+        other = ("x-api-key", new_key("read", runs=[run])[1])
+        for method in METHODS:
+            if "observer" in method.input_type.fields_by_name:
+                refused = status(target, method, run, other, observer="audit")
+                assert "belongs to another API key" in refused
 
     assert hashes[0] == hashes[1]
 

@@ -13,7 +13,12 @@ from typing import Any
 from simulator.clients import AsyncClient, run_stepwise
 from simulator.processes import Process
 from simulator.shared_state import SharedState, patiently
-from turnstream.errors import ConflictError, ObserverExpiredError, ReleasedError
+from turnstream.errors import (
+    ConflictError,
+    ObserverExpiredError,
+    ReleasedError,
+    StoreBehindError,
+)
 from turnstream.store.client import keys
 from turnstream.store.run.configs import revise_config
 from turnstream.store.run.runs import close_run, pause_run, reopen_run, resume_run
@@ -120,7 +125,7 @@ async def observer(process: Process, shared: SharedState) -> None:
         try:
             declared = await patiently(declare)
             await _observe(process, shared, client, declared.next_step)
-        except (ObserverExpiredError, ReleasedError) as error:
+        except (ObserverExpiredError, ReleasedError, StoreBehindError) as error:
             shared.history.refused(error)
             await asyncio.sleep(rng.random() * _LONGEST_SILENCE_S)
 

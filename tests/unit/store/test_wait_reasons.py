@@ -120,6 +120,15 @@ def test_missing_announcement_is_the_reason_where_it_limits_admission() -> None:
         assert WaitKind.WEIGHTS_NOT_ANNOUNCED not in kinds(snapshot(announced=announced, **few))
 
 
+def test_observer_that_alone_keeps_steps_accompanies_the_reasons() -> None:
+    seen = scanned(**OFFERED, released=3, unseen_by="'audit' has seen step 3")
+
+    assert kinds(seen) == [WaitKind.NOTHING_WRONG, WaitKind.OBSERVER_BEHIND]
+    assert the(WaitKind.OBSERVER_BEHIND, seen).sentence.startswith(
+        "no step after step 3 is deleted: observer 'audit' has seen step 3; `turnstream run remove"
+    )
+
+
 def test_unknown_times_and_versions_are_left_out() -> None:
     found = the(WaitKind.OUT_OF_DATA, snapshot(num_waiting=0))
 

@@ -178,6 +178,7 @@ class WaitKind(StrEnum):
     BUDGET_TOO_SMALL = "budget_too_small"
     NOTHING_WRONG = "nothing_wrong"
     DEAD_LETTERS = "dead_letters"
+    OBSERVER_BEHIND = "observer_behind"
     RUN_CLOSED = "run_closed"
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from typing import Final, TypeVar
+from contextvars import ContextVar
+from typing import Final, TypedDict, TypeVar
 
 import redis.asyncio
 from google.protobuf.message import Message
@@ -20,9 +21,11 @@ from turnstream_server.commands.models import read_model_async
 from turnstream_server.keys.access import KeyChecks
 from turnstream_server.keys.limits import Meters
 from turnstream_server.keys.places import Held, Places
-from turnstream_server.keys.records import ApiKey, Role
+from turnstream_server.keys.records import LOCAL_KEY, ApiKey, Role
 
 _BEARER: Final = "bearer "
+
+_CALLER: ContextVar[ApiKey] = ContextVar("caller", default=LOCAL_KEY)
 
 _ROLES: Final[dict[type[Message], Role]] = {
     batches.StartRequest: "train",
@@ -37,11 +40,11 @@ _ROLES: Final[dict[type[Message], Role]] = {
 """A request that is missing here is never answered."""
 
 _HELD: Final = (batches.GetRequest, operations.GetOperationsRequest)
-MAX_HELD: Final = 8_192
+MAX_HELD: Final = 32_768
 """Requests for batches in progress, at most."""
 
-MAX_OF_KEY: Final = 4_096
-"""Those of one key: each rank has one or two."""
+MAX_OF_KEY: Final = 16_384
+"""Those of one key: each of at most 8,192 ranks has one or two."""
 
 Request = TypeVar("Request", bound=Message)
 
@@ -87,6 +90,7 @@ class Access:
             else:
                 run: str = getattr(request, "run")  # noqa: B009 - every other request has one
                 key.require(_role_of(request), run=run)
+            _CALLER.set(key)
             if kind not in _HELD:
                 yield request
                 return
@@ -102,6 +106,19 @@ class Access:
         record = await read_model_async(self._client, model_id)
         if record.owner != key.owner:
             raise RunNotFoundError(f"there is no model {model_id!r}")
+
+
+class ObserverRights(TypedDict):
+    """Arguments of the functions of observers that say who calls."""
+
+    owner: str
+    is_admin: bool
+
+
+def observer_rights() -> ObserverRights:
+    """Return the rights of the key of the present call."""
+    key = _CALLER.get()
+    return {"owner": key.owner, "is_admin": "admin" in key.roles}
 
 
 def secret_of(context: Context) -> str:

@@ -22,6 +22,7 @@ from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.assembly.payload import DamagedPayloadError
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.batcher.serving.access import observer_rights
 from turnstream_server.batcher.serving.calls import (
     Context,
     bounded_by_store,
@@ -106,7 +107,11 @@ class BatchSender:
         if not request.observer:
             return self._wait_max_s
         expiry_s = await note_observed(
-            self._client, request.run, observer=request.observer, asks=request.step
+            self._client,
+            request.run,
+            observer=request.observer,
+            asks=request.step,
+            **observer_rights(),
         )
         return min(self._wait_max_s, expiry_s / 3)
 

@@ -15,6 +15,7 @@ from turnstream.types import RecoveryToken
 from turnstream.types.names import encode_name, encode_run
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream.wire.v1.operations_pb2 import GetOperationsRequest
+from turnstream_server.bus.sessions.observers import MOST_EXPIRY_S
 from turnstream_server.commands.keys import MODEL_ID
 from turnstream_server.commands.log import MAX_SHARED
 
@@ -52,7 +53,7 @@ _LIMITS: Final[dict[str, int | tuple[float, float]]] = {
     "first": (1, MAX_STEP),
     "last": (1, MAX_STEP),
     "wait_s": (0, MAX_SECONDS),
-    "expiry_s": (0.001, MAX_SECONDS),
+    "expiry_s": (0.001, MOST_EXPIRY_S),
 }
 """Most characters of a text; smallest and largest value of a number."""
 

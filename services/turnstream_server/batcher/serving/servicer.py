@@ -16,7 +16,7 @@ from turnstream.store.client.run_ids import find_run_async
 from turnstream.types import VersionAnnounced
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.batcher.serving.access import Access
+from turnstream_server.batcher.serving.access import Access, observer_rights
 from turnstream_server.batcher.serving.calls import (
     Context,
     RunningCalls,
@@ -134,6 +134,7 @@ class BatchesServicer:
             observer=request.observer,
             first_step=request.first_step or None,
             expiry_s=request.expiry_s,
+            **observer_rights(),
         )
         _, config = await view.newest_config()
         next_step = declared.next_step
@@ -148,7 +149,13 @@ class BatchesServicer:
 
     async def observed(self, request: wire.ObservedRequest) -> wire.ObservedReply:
         """Record the newest step that an observer has seen."""
-        await note_observed(self.client, request.run, observer=request.observer, seen=request.step)
+        await note_observed(
+            self.client,
+            request.run,
+            observer=request.observer,
+            seen=request.step,
+            **observer_rights(),
+        )
         return wire.ObservedReply()
 
     async def stepped(self, request: wire.SteppedRequest) -> wire.SteppedReply:

@@ -195,7 +195,7 @@ def _unseen_by(client: redis.Redis, run: str, frontier: Frontier) -> str:
     if frontier.released >= frontier.committed:
         return ""
     return ", ".join(
-        f"{each.name!r} has seen step {each.seen}, and is forgotten in {each.left_s:.0f} s"
+        f"{each.name!r} has seen step {each.seen}, and expires in {each.left_s:.0f} s"
         for each in read_observers(client, run)
         if each.left_s > 0 and each.seen <= frontier.released
     )

@@ -21,8 +21,17 @@ from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 logger = logging.getLogger(__name__)
 
 _OBSERVE = RunScript("observe", "sessions", "frontier observers clock wake")
-_OBSERVED = RunScript("observed", "sessions", "observers clock")
+_OBSERVED = RunScript("observed", "sessions", "frontier observers clock")
 _FORGET = LeaderScript("forget_observers", "sessions", "observers")
+
+MOST_OF_OWNER: Final = 64
+"""Limit of observers that the keys of one name have in a run."""
+
+MOST_OBSERVERS: Final = 256
+"""Limit of observers of a run. Expired ones do not count."""
+
+MOST_EXPIRY_S: Final = 7 * 86_400.0
+"""Longest expiry: so long a silent observer keeps the payload of a run."""
 
 MOST_FORGOTTEN: Final = 256
 """Limit of expired observers whose last step is stored."""
@@ -39,10 +48,12 @@ class Declared(NamedTuple):
 class Observer:
     """An observer with its newest seen step, and the seconds since its last call.
 
-    It expires in `left_s`; at 0 or below it has expired.
+    It expires in `left_s`; at 0 or below it has expired. `owner` is that of its API key, "" if an
+    earlier release declared it.
     """
 
     name: str
+    owner: str
     seen: int
     silent_s: float
     left_s: float
@@ -58,10 +69,12 @@ def read_observers(client: redis.Redis, run: str) -> tuple[Observer, ...]:
     observers: list[Observer] = []
     for name in sorted(found):
         with reading(names.observers, name):
-            seen, expires_ms, expiry_ms = map(int, found[name].split(b":")[:3])
+            numbers, _, owner = found[name].decode().partition("@")
+            seen, expires_ms, expiry_ms = map(int, numbers.split(":")[:3])
             left_ms = (expires_ms or run_ms) - run_ms
             observer = Observer(
                 name=keys.decode_name(name),
+                owner=owner,
                 seen=seen,
                 silent_s=max(0, expiry_ms - left_ms) / 1_000,
                 left_s=left_ms / 1_000,
@@ -71,29 +84,48 @@ def read_observers(client: redis.Redis, run: str) -> tuple[Observer, ...]:
 
 
 async def declare_observer(
-    client: redis.asyncio.Redis, run: str, *, observer: str, first_step: int | None, expiry_s: float
+    client: redis.asyncio.Redis,
+    run: str,
+    *,
+    observer: str,
+    first_step: int | None,
+    expiry_s: float,
+    owner: str = "local",
+    is_admin: bool = True,
 ) -> Declared:
     """Declare an observer, or resume one at its next step; an expired one restarts.
 
     A new observer starts at `first_step`, or after the last stepped one. It expires after
-    `expiry_s` of silence.
+    `expiry_s` of silence. It belongs to `owner`, and an admin may use it, too.
 
     Raises:
         InvalidConfigError: no name, or an invalid expiry or step.
+        RejectedError: too many observers, or a step after the next one to plan.
+        ConflictError: it belongs to another owner.
         ReleasedError: its first step is no longer retained.
     """
     if not observer:
         raise InvalidConfigError("observer", "an observer needs a name")
-    if not 0.001 <= expiry_s < 1e9:
-        raise InvalidConfigError("expiry_s", f"{expiry_s} is not from 0.001 to 1e9 seconds")
+    if not 0.001 <= expiry_s <= MOST_EXPIRY_S:
+        raise InvalidConfigError(
+            "expiry_s", f"{expiry_s} is not from 0.001 to {MOST_EXPIRY_S:g} seconds"
+        )
     if first_step is not None and first_step < 1:
         raise InvalidConfigError("first_step", f"{first_step}; steps count from 1")
     words = (keys.encode_name(observer), first_step or 0, int(expiry_s * 1000))
-    return Declared(*await _OBSERVE.call_async(client, run, *words))
+    caller = (owner, int(is_admin), MOST_OF_OWNER, MOST_OBSERVERS)
+    return Declared(*await _OBSERVE.call_async(client, run, *words, *caller))
 
 
 async def note_observed(
-    client: redis.asyncio.Redis, run: str, *, observer: str, seen: int = 0, asks: int = 0
+    client: redis.asyncio.Redis,
+    run: str,
+    *,
+    observer: str,
+    seen: int = 0,
+    asks: int = 0,
+    owner: str = "local",
+    is_admin: bool = True,
 ) -> float:
     """Record that an observer is alive, and its newest seen and requested step; 0 for none.
 
@@ -101,11 +133,23 @@ async def note_observed(
         Its expiry in seconds.
 
     Raises:
-        ObserverExpiredError: it was silent for too long, or never declared.
+        ObserverExpiredError: it was silent for too long, was removed, or never declared.
+        ConflictError: it belongs to another owner.
+        StoreBehindError: the step that it has seen is not planned.
     """
-    name = keys.encode_name(observer)
-    expiry_ms: int = await _OBSERVED.call_async(client, run, name, seen, asks)
+    words = (keys.encode_name(observer), seen, asks, owner, int(is_admin))
+    expiry_ms: int = await _OBSERVED.call_async(client, run, *words)
     return expiry_ms / 1000
+
+
+def remove_observer(client: redis.Redis, run: str, observer: str) -> bool:
+    """Remove an observer: no step is kept for it; return whether it was there."""
+    names = keys.run_keys(run)
+    with translating():
+        is_removed: Any = client.hdel(names.observers, keys.encode_name(observer))
+        if is_removed:
+            client.xadd(names.wake, {"w": ""}, maxlen=1, approximate=False)
+    return bool(is_removed)
 
 
 async def forget_observers(term: Term, *, run_ms: int) -> int:

@@ -19,15 +19,15 @@ local reply = {-1}
 local observers = redis.call('HGETALL', OBSERVERS)
 for i = 1, #observers, 2 do
   local name = observers[i]
-  local seen, expires_ms, expiry_ms, missed = string.match(
-    observers[i + 1], '^(%d+):(%d+):(%d+):?(%d*)$')
+  local seen, expires_ms, expiry_ms, missed, owner = string.match(
+    observers[i + 1], '^(%d+):(%d+):(%d+):?(%d*)(@?.*)$')
   seen, expires_ms = tonumber(seen), tonumber(expires_ms)
   if expires_ms > now_ms then
     next_ms = math.min(next_ms, expires_ms - now_ms)
   else
     if expires_ms > 0 then
       seen = missed == '' and seen or missed - 1
-      redis.call('HSET', OBSERVERS, name, string.format('%.0f:0:%s', seen, expiry_ms))
+      redis.call('HSET', OBSERVERS, name, string.format('%.0f:0:%s', seen, expiry_ms) .. owner)
       reply[#reply + 1] = name
       reply[#reply + 1] = seen
       reply[#reply + 1] = tonumber(expiry_ms)

@@ -117,6 +117,7 @@ class Observer(BaseModel):
     """A consumer in addition to the trainer."""
 
     name: str
+    owner: str = Field(description="Owner of its API key; empty if it is unknown.")
     seen: int = Field(description="Newest step that it has seen.")
     silent_s: float
     left_s: float = Field(description="Seconds until it expires; at 0 or below it has expired.")

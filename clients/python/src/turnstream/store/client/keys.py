@@ -45,7 +45,8 @@ frontier   hash    counters of the run: stepped, committed, planned, released (t
                    withdrawn, `<revision>:<step>`, the number of withdrawals and the newest step
 batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`; from `released` on
 observers  hash    name -> `<newest step seen>:<expiry, ms of the run's own time, 0 after
-                   it>:<length in ms>`, and `:<first step it missed>` after an expiry
+                   it>:<length in ms>`, then `:<first step it missed>` after an expiry, then
+                   `@<owner>`, the owner of its API key
 leader     hash    epoch, owner, expires_ms, lease_ms; planning_trouble and release_trouble, its
                    errors; parked, `<last event id> <last wake id>`, of an idle run without a leader
 config     hash    revision -> JSON of the batching config, with the `format` of the run's stored

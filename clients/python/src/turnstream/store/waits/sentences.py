@@ -99,6 +99,10 @@ _SENTENCES: Final[dict[WaitKind, str]] = {
     WaitKind.OUT_OF_BYTES: "{why}",
     WaitKind.BUDGET_TOO_SMALL: _FULL_BUDGET,
     WaitKind.NOTHING_WRONG: "nothing is wrong: {state}",
+    WaitKind.OBSERVER_BEHIND: (
+        "no step after step {released} is deleted: observer {observers}; "
+        "`turnstream run remove-observer {run} NAME` removes one"
+    ),
     WaitKind.DEAD_LETTERS: (
         "dead letters that are kept: {trajectories} of trajectories, {events} of events; the "
         "newest is {newest}: {reason}; `turnstream dead list {run}` lists them"

@@ -100,7 +100,7 @@ def recent_groups(snapshot: WaitSnapshot) -> RecentGroups:
 
 
 def _of_control(snapshot: WaitSnapshot) -> Iterator[WaitReason]:
-    """Yield facts that accompany the reasons: kept dead letters, and a closed run."""
+    """Yield facts that accompany the reasons: dead letters, observers, and a closed run."""
     if (dead := snapshot.dead) is not None:
         facts: dict[str, Fact] = {
             "trajectories": dead.num_trajectories,
@@ -109,6 +109,9 @@ def _of_control(snapshot: WaitSnapshot) -> Iterator[WaitReason]:
             "reason": dead.reason,
         }
         yield wait_reason(WaitKind.DEAD_LETTERS, facts, run=snapshot.run)
+    if snapshot.unseen_by:
+        facts = {"observers": snapshot.unseen_by, "released": snapshot.released}
+        yield wait_reason(WaitKind.OBSERVER_BEHIND, facts, run=snapshot.run)
     if snapshot.is_closed:
         facts = {"ready": snapshot.num_ready, "open": snapshot.num_waiting}
         yield wait_reason(WaitKind.RUN_CLOSED, facts, run=snapshot.run)
