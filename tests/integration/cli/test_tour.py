@@ -68,9 +68,10 @@ def test_show_has_the_progress_the_observers_and_the_rollbacks(typed: Any) -> No
 
 def test_observer_is_removed_by_name(typed: Any, place: Any) -> None:
     with ObserverStream(place.target, RUN, "spare", first_step=1) as spare:
+        next(spare)
         removed = typed("run", "remove-observer", RUN, "spare")
         with pytest.raises(ObserverExpiredError, match="was removed"):
-            next(spare)
+            spare.seen()
     with pytest.raises(InvalidConfigError, match="run maze has no 'spare'; it has 'the critic'"):
         typed("run", "remove-observer", RUN, "spare")
 
