@@ -187,6 +187,7 @@ def start_trainer(
 
     require_packages(config)
     from turnstream_server.trainer.service import run_trainer
+    from turnstream_server.trainer.weights_server import WeightsAccess
 
     config = dataclasses.replace(
         config, metrics_listen=config.metrics_listen or settings.metrics_listen
@@ -212,7 +213,16 @@ def start_trainer(
     if settings.push_api_key is not None:
         api_key = settings.push_api_key.get_secret_value()
         config = dataclasses.replace(config, push_api_key=api_key)
-    run_trainer(config, readiness)
+    weights_access = None
+    if config.weights_listen:
+        listen, insecure = config.weights_listen, settings.insecure
+        weights_access = WeightsAccess(
+            redis_url,
+            config.run,
+            requires_key=_requires_key(settings, redis_url, listen, is_insecure=insecure),
+            tls=read_tls(settings.tls_cert, settings.tls_key),
+        )
+    run_trainer(config, readiness, weights_access)
 
 
 def start_live_generator(

@@ -36,6 +36,7 @@ from turnstream_server.trainer.reporting.device import DeviceUse
 from turnstream_server.trainer.reporting.sinks.opening import open_sinks
 from turnstream_server.trainer.reporting.sinks.sink import Sinks
 from turnstream_server.trainer.reporting.timing import StepClock, rates
+from turnstream_server.trainer.weights_server import WeightsAccess
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Trainer:
         config: TrainerConfig,
         checkpoints: Checkpoints,
         ranks: Ranks = ONE_RANK,
+        weights_access: WeightsAccess | None = None,
     ) -> None:
         require_critic_for(batches.config.estimator, config.critic_config)
         self._engine = engine
@@ -61,7 +63,7 @@ class Trainer:
         self._config = config
         self._checkpoints = checkpoints
         self._ranks = ranks
-        self._publisher = WeightsPublisher(config) if ranks.is_first else None
+        self._publisher = WeightsPublisher(config, weights_access) if ranks.is_first else None
         self._device_use = DeviceUse(engine.model)
         self._clock = StepClock()
 

@@ -11,15 +11,19 @@ from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import WriteWeights
 from turnstream_server.trainer.inference_servers import inference_server
 from turnstream_server.trainer.pushing import Pushes
-from turnstream_server.trainer.weights_server import WeightsServer, advertised_url
+from turnstream_server.trainer.weights_server import WeightsAccess, WeightsServer, advertised_url
 
 
 class WeightsPublisher:
     """Publishes the versions of one trainer, between `__enter__` and `__exit__`."""
 
-    def __init__(self, config: TrainerConfig) -> None:
-        """Raises InvalidConfigError for an option of `config` that is wrong."""
+    def __init__(self, config: TrainerConfig, access: WeightsAccess | None = None) -> None:
+        """Raises InvalidConfigError for an option of `config` that is wrong.
+
+        `access` has the callers that get the weights over HTTP: see `WeightsServer`.
+        """
         self._config = config
+        self._access = access
         self._folder = config.folder / "weights"
         self._weights = WeightsFolder(self._folder)
         self._servers = [
@@ -39,7 +43,7 @@ class WeightsPublisher:
         config = self._config
         self._base_url = config.weights_url and advertised_url("", config.weights_url)
         if config.weights_listen:
-            server = WeightsServer(self._folder, listen=config.weights_listen)
+            server = WeightsServer(self._folder, listen=config.weights_listen, access=self._access)
             self._base_url = advertised_url(server.url, config.weights_url)
             self._open.enter_context(server)
         self._pushes = Pushes(self._servers)

@@ -22,14 +22,20 @@ from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.loop import Trainer
 from turnstream_server.trainer.ranks import Ranks, join_ranks
 from turnstream_server.trainer.settings import Parallel
+from turnstream_server.trainer.weights_server import WeightsAccess
 
 logger = logging.getLogger(__name__)
 
 
-def run_trainer(config: TrainerConfig, readiness: Readiness | None = None) -> None:
+def run_trainer(
+    config: TrainerConfig,
+    readiness: Readiness | None = None,
+    weights_access: WeightsAccess | None = None,
+) -> None:
     """Train until the run ends, `max_steps` is reached or SIGTERM or SIGINT comes.
 
-    The next trainer in the same folder begins at the newest complete checkpoint.
+    The next trainer in the same folder begins at the newest complete checkpoint. `weights_access`
+    has the callers that get published weights over HTTP.
 
     Raises:
         SystemExit: one of several ranks was stopped by a signal; its status is 128 + the signal.
@@ -37,7 +43,7 @@ def run_trainer(config: TrainerConfig, readiness: Readiness | None = None) -> No
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, _stop)
     try:
-        train(config, readiness)
+        train(config, readiness, weights_access)
     except _Stopped as stopped:
         logger.info("trainer stopped by %s", stopped.signal.name)
         if find_launch().dp_world_size > 1:
@@ -46,18 +52,26 @@ def run_trainer(config: TrainerConfig, readiness: Readiness | None = None) -> No
             raise SystemExit(128 + stopped.signal) from None
 
 
-def train(config: TrainerConfig, readiness: Readiness | None = None) -> None:
+def train(
+    config: TrainerConfig,
+    readiness: Readiness | None = None,
+    weights_access: WeightsAccess | None = None,
+) -> None:
     """Train until the run ends or `max_steps` is reached, as one of the ranks that torchrun starts.
 
     Without torchrun, the process is the only rank.
     """
     launch = find_launch()
     with join_ranks(launch, timeout_s=config.timeout_s + config.push_timeout_s) as ranks:
-        _train(config, launch, ranks, readiness)
+        _train(config, launch, ranks, readiness, weights_access)
 
 
 def _train(
-    config: TrainerConfig, launch: Launch, ranks: Ranks, readiness: Readiness | None
+    config: TrainerConfig,
+    launch: Launch,
+    ranks: Ranks,
+    readiness: Readiness | None,
+    weights_access: WeightsAccess | None,
 ) -> None:
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
@@ -87,7 +101,14 @@ def _train(
         timeout_s=config.timeout_s,
     )
     with Batches(stream) as batches:
-        trainer = Trainer(engine, batches, config=config, checkpoints=checkpoints, ranks=ranks)
+        trainer = Trainer(
+            engine,
+            batches,
+            config=config,
+            checkpoints=checkpoints,
+            ranks=ranks,
+            weights_access=weights_access,
+        )
         trainer.train(from_step=from_step)
 
 

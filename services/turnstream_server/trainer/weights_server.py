@@ -11,19 +11,33 @@ import logging
 import re
 import socket
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from turnstream.errors import InvalidConfigError, RecordError
+from turnstream.errors import (
+    AccessDeniedError,
+    InvalidConfigError,
+    RecordError,
+    UnavailableError,
+    UnknownKeyError,
+)
+from turnstream.store.client.api_keys import METADATA
+from turnstream.store.client.connection import connect_async
 from turnstream.weights import CHECKSUMS, parse_checksums
+from turnstream_server.keys.access import KeyChecks
+from turnstream_server.keys.policy import is_loopback
 from turnstream_server.options import split_address
+from turnstream_server.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +45,61 @@ _OPTION: Final = "--weights-listen"
 _ANY_HOST: Final = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not listened on
 
 
-def weights_app(folder: Path) -> Starlette:
-    """Return the application that serves the versions in a folder."""
+class WeightsAccess(NamedTuple):
+    """The callers that get published weights.
 
-    def serve(request: Request) -> Response:
-        return _respond(folder, request)
+    Attributes:
+        redis_url: store of the keys.
+        run: run of the weights; a key needs the role `read` for it.
+        requires_key: requests need a stored key.
+        tls: certificate and key of the server; None serves without TLS.
+    """
 
-    app = Starlette(routes=[Route("/{version}/{name:path}", serve, methods=["GET"])])
+    redis_url: str
+    run: str
+    requires_key: bool
+    tls: Tls | None = None
+
+
+def weights_app(folder: Path, access: WeightsAccess | None = None) -> Starlette:
+    """Return the application that serves the versions in a folder; None serves every caller."""
+    checks: KeyChecks | None = None
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        nonlocal checks
+        if access is None or not access.requires_key:
+            yield
+            return
+        async with connect_async(access.redis_url, num_retries=0) as client:
+            checks = KeyChecks(client, requires_key=True)
+            yield
+
+    async def serve(request: Request) -> Response:
+        if access is not None and checks is not None:
+            await _check_key(request, checks, run=access.run)
+        return await run_in_threadpool(_respond, folder, request)
+
+    routes = [Route("/{version}/{name:path}", serve, methods=["GET"])]
+    app = Starlette(routes=routes, lifespan=lifespan)
     app.router.redirect_slashes = False
     return app
+
+
+async def _check_key(request: Request, checks: KeyChecks, *, run: str) -> None:
+    """Refuse a request whose key may not read the run, as a gateway does."""
+    secret = request.headers.get(METADATA)
+    if secret is None:
+        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+        secret = secret.strip() if scheme.lower() == "bearer" else ""
+    try:
+        (await checks.identify(secret)).require("read", run=run)
+    except UnknownKeyError as error:
+        raise HTTPException(401, str(error)) from error
+    except AccessDeniedError as error:
+        raise HTTPException(403, str(error)) from error
+    except UnavailableError as error:
+        raise HTTPException(503, str(error)) from error
 
 
 def _respond(folder: Path, request: Request) -> Response:
@@ -74,18 +134,36 @@ class WeightsServer:
         url: address at which it listens, without a slash at its end.
     """
 
-    def __init__(self, folder: Path, *, listen: str) -> None:
+    def __init__(self, folder: Path, *, listen: str, access: WeightsAccess | None = None) -> None:
         """Listen at once, so that an address in use is an error here.
 
+        Args:
+            folder: the versions.
+            listen: "HOST:PORT"; port 0 takes a free one.
+            access: the callers that get weights; None serves every caller, on the loopback alone.
+
         Raises:
-            InvalidConfigError: `listen` is not HOST:PORT, or cannot be used.
+            InvalidConfigError: `listen` is not HOST:PORT, cannot be used, or needs `access`.
         """
         host, port = split_address(listen, option=_OPTION)
+        if access is None and not is_loopback(host):
+            raise InvalidConfigError(
+                _OPTION,
+                f"other machines reach {host}: start it by `turnstream serve trainer`, "
+                "which checks keys",
+            )
+        tls = None if access is None else access.tls
         self._socket = _listening(host, port)
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        scheme = "http" if tls is None else "https"
+        self.url = f"{scheme}://{host}:{self._socket.getsockname()[1]}"
         self._server = uvicorn.Server(
             uvicorn.Config(
-                weights_app(folder), lifespan="off", access_log=False, log_config=None, ws="none"
+                weights_app(folder, access),
+                access_log=False,
+                log_config=None,
+                ws="none",
+                ssl_certfile=None if tls is None else tls.cert,
+                ssl_keyfile=None if tls is None else tls.key,
             )
         )
         self._thread = threading.Thread(
@@ -119,7 +197,7 @@ def advertised_url(server_url: str, given: str) -> str:
         if not re.match(r"https?://[^/]", given):
             raise InvalidConfigError("--weights-url", f"{given!r} is not http(s)://HOST[:PORT]")
         return given.rstrip("/")
-    host = server_url.removeprefix("http://").rpartition(":")[0]
+    host = server_url.partition("://")[2].rpartition(":")[0]
     if host in _ANY_HOST:
         message = f"{host} is no address that a generator can use: name one with --weights-url"
         raise InvalidConfigError(_OPTION, message)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ssl
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,85 @@ import turnstream
 from testkit.batchers import BatcherThread
 from testkit.compose import REPOSITORY
 from testkit.gateway_thread import GatewayThread
+from testkit.inference_servers import serving
 from testkit.observed_processes import Processes
-from turnstream.errors import BatcherUnavailableError, InvalidConfigError, UnknownKeyError
+from turnstream.errors import (
+    AccessDeniedError,
+    BatcherUnavailableError,
+    InvalidConfigError,
+    UnknownKeyError,
+)
 from turnstream.store.run.batchers import list_batchers
+from turnstream.weights import fetch_weights, write_checksums
 from turnstream.worker import BatchStream
+from turnstream_server.bootstrap import start_trainer
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.keys.store import create_key
+from turnstream_server.settings import Settings
+from turnstream_server.trainer.config import TrainerConfig
+from turnstream_server.trainer.weights_server import WeightsAccess, WeightsServer, weights_app
 
 pytestmark = pytest.mark.redis
+
+
+def test_published_weights_need_a_key_of_the_run_and_have_tls(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    run: str,
+    certificates: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    version = tmp_path / "weights" / "v1"
+    version.mkdir(parents=True)
+    (version / "config.json").write_bytes(b"{}")
+    write_checksums(version)
+    reads = create_key(client, f"reads {run}", roles=["read"], runs=[run])
+    denied = [
+        create_key(client, f"reads another than {run}", roles=["read"], runs=["another"]),
+        create_key(client, f"produces {run}", roles=["produce"], runs=[run]),
+    ]
+    monkeypatch.setenv("TURNSTREAM_TLS_CA", str(certificates.ca))
+    access = WeightsAccess(server.url, run, requires_key=True, tls=certificates.tls)
+
+    with WeightsServer(version.parent, listen="127.0.0.1:0", access=access) as weights:
+        fetch = partial(fetch_weights, f"{weights.url}/v1", cache=tmp_path / "cache", timeout_s=30)
+        for key in ("", "tml-unknown"):
+            with pytest.raises(UnknownKeyError, match="401"):
+                fetch(api_key=key)
+        for key in denied:
+            with pytest.raises(AccessDeniedError, match="403"):
+                fetch(api_key=key)
+        monkeypatch.setenv("TURNSTREAM_API_KEY", reads)
+        assert (fetch() / "config.json").read_bytes() == b"{}"
+        assert weights.url.startswith("https://127.0.0.1:")
+
+
+def test_key_is_sent_only_to_a_weights_server_that_asks_for_it(tmp_path: Path) -> None:
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "v1" / "config.json").write_bytes(b"{}")
+    write_checksums(tmp_path / "v1")
+    app, sent = weights_app(tmp_path), list[bytes]()
+
+    async def recorded(scope: Any, receive: Any, send: Any) -> None:
+        sent.extend(name for name, _ in scope.get("headers", ()))
+        await app(scope, receive, send)
+
+    with serving(recorded) as url:
+        fetch_weights(f"{url}/v1", cache=tmp_path / "cache", api_key="tml-secret")
+
+    assert b"host" in sent
+    assert b"x-api-key" not in sent
+
+
+def test_trainer_serves_weights_to_other_machines_only_with_a_key(tmp_path: Path) -> None:
+    config = TrainerConfig(run="r", folder=tmp_path, weights_listen="0.0.0.0:0")
+    with EmbeddedServer() as server:
+        config = dataclasses.replace(config, batcher_target="127.0.0.1:1", redis_url=server.url)
+        with pytest.raises(InvalidConfigError, match=r"other machines reach '0.0.0.0'"):
+            start_trainer(Settings(), config)
+    with pytest.raises(InvalidConfigError, match="other machines reach"):
+        WeightsServer(tmp_path, listen=config.weights_listen)
 
 
 @pytest.fixture

@@ -28,11 +28,19 @@ from urllib.parse import quote, urlsplit
 from urllib.request import url2pathname
 
 from turnstream.errors import (
+    AccessDeniedError,
     CorruptRecordError,
     InvalidConfigError,
     RejectedError,
     ReleasedError,
     UnavailableError,
+    UnknownKeyError,
+)
+from turnstream.store.client.api_keys import (
+    METADATA,
+    own_key,
+    root_certificates,
+    trusting_context,
 )
 from turnstream.store.client.backoff import pause_after
 
@@ -49,7 +57,12 @@ _TRANSIENT: Final = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
 
 
 def fetch_weights(
-    uri: str, *, cache: str | os.PathLike[str], timeout_s: float = 60.0, num_kept: int = 2
+    uri: str,
+    *,
+    cache: str | os.PathLike[str],
+    timeout_s: float = 60.0,
+    num_kept: int = 2,
+    api_key: str | None = None,
 ) -> Path:
     """Return the local folder of the weights at a URI.
 
@@ -62,9 +75,13 @@ def fetch_weights(
         cache: a folder of this process alone. It is created if it does not exist.
         timeout_s: longest time without a new byte. Failed requests are repeated until then.
         num_kept: versions that stay in the cache, this one included.
+        api_key: key for a server that asks for one, and for no other; None takes that of
+            TURNSTREAM_API_KEY, else of the file TURNSTREAM_KEY_FILE.
 
     Raises:
         InvalidConfigError: `weights_uri` has another scheme than file, http or https.
+        UnknownKeyError: the server asks for a key, and there is none, or it is not accepted.
+        AccessDeniedError: the key may not read the run.
         UnavailableError: no byte came for `timeout_s`. The next call resumes.
         ReleasedError: the server has no such version, or it has removed it.
         RejectedError: the server refused the request.
@@ -76,7 +93,8 @@ def fetch_weights(
     if parsed.scheme not in ("http", "https") or not parsed.netloc:
         message = f"{uri!r} has none of the schemes file, http and https"
         raise InvalidConfigError("weights_uri", message)
-    download = _Download(uri.rstrip("/"), Path(cache), timeout_s=timeout_s)
+    key = own_key(api_key)
+    download = _Download(uri.rstrip("/"), Path(cache), timeout_s=timeout_s, api_key=key)
     folder = download.run()
     _remove_older(Path(cache), kept=folder, num_kept=num_kept)
     return folder
@@ -136,8 +154,11 @@ class _BeyondEndError(_TransientError):
 class _Download:
     """One version on its way into the cache."""
 
-    def __init__(self, uri: str, cache: Path, *, timeout_s: float) -> None:
+    def __init__(self, uri: str, cache: Path, *, timeout_s: float, api_key: str = "") -> None:
         self._uri = uri
+        self._api_key = api_key
+        self._is_asked_for_key = False
+        self._tls = trusting_context(root_certificates()) if uri.startswith("https") else None
         self._cache = cache
         self._timeout_s = timeout_s
         self._last_byte_s = time.monotonic()
@@ -212,13 +233,26 @@ class _Download:
         headers = {"Range": f"bytes={start}-"} if start else {}
         url = f"{self._uri}/{quote(name)}"  # http or https
         request = urllib.request.Request(url, headers=headers)  # noqa: S310
+        if self._is_asked_for_key:  # no other server gets it, also not by a redirect
+            request.add_unredirected_header(METADATA, self._api_key)
         try:
-            return urllib.request.urlopen(request, timeout=_READ_TIMEOUT_S)  # noqa: S310
+            return urllib.request.urlopen(  # noqa: S310
+                request, timeout=_READ_TIMEOUT_S, context=self._tls
+            )
         except urllib.error.HTTPError as error:
             with error:
-                raise _error_of(error, start=start) from error
+                is_redirected = error.url != url
+                if error.code != HTTPStatus.UNAUTHORIZED or is_redirected or not self._may_ask():
+                    raise _error_of(error, start=start) from error
+            return self._open(name, start=start)
         except (OSError, http.client.HTTPException) as error:
             raise _TransientError(f"{type(error).__name__}: {error}") from error
+
+    def _may_ask(self) -> bool:
+        """Return whether the same request may be sent with the key, once; further ones have it."""
+        is_first = bool(self._api_key) and not self._is_asked_for_key
+        self._is_asked_for_key = self._is_asked_for_key or is_first
+        return is_first
 
 
 def _chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
@@ -239,6 +273,10 @@ def _error_of(error: urllib.error.HTTPError, *, start: int) -> Exception:
         return ReleasedError(f"{said}: the server has no such version, or has removed it")
     if start and error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
         return _BeyondEndError(said)
+    if error.code == HTTPStatus.UNAUTHORIZED:
+        return UnknownKeyError(f"{said}: send a key of the run in TURNSTREAM_API_KEY")
+    if error.code == HTTPStatus.FORBIDDEN:
+        return AccessDeniedError(said)
     if error.code in _TRANSIENT or error.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
         return _TransientError(said)
     return RejectedError(said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import ssl
 from pathlib import Path
@@ -64,6 +65,21 @@ def root_certificates() -> bytes | None:
         return Path(path).read_bytes()
     except OSError as error:
         raise InvalidConfigError(CA_VARIABLE, f"{path} cannot be read: {error}") from error
+
+
+@functools.lru_cache(maxsize=4)  # those of the system take 0.2 s to read
+def trusting_context(certificates: bytes | None) -> ssl.SSLContext:
+    """Return the context of an HTTP client that trusts these certificates; None: the system's.
+
+    Raises:
+        InvalidConfigError: there are none in these bytes.
+    """
+    if certificates is None:
+        return ssl.create_default_context()
+    try:
+        return ssl.create_default_context(cadata=certificates.decode("ascii", "ignore"))
+    except (ssl.SSLError, ValueError) as error:
+        raise InvalidConfigError(CA_VARIABLE, f"has no certificates: {error}") from error
 
 
 def _checked(key: str, *, field: str) -> str:

@@ -31,12 +31,11 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from turnstream.errors import (
     AccessDeniedError,
-    InvalidConfigError,
     RejectedError,
     TurnstreamError,
     UnknownKeyError,
 )
-from turnstream.store.client.api_keys import CA_VARIABLE, root_certificates
+from turnstream.store.client.api_keys import root_certificates, trusting_context
 from turnstream.store.client.http_address import COMMANDS, INSTANCE, PATH, REPLIES, HttpAddress
 from turnstream.store.client.replies import RefusedRequestError
 
@@ -73,7 +72,7 @@ def http_settings(gateway: HttpAddress) -> dict[str, Any]:
         "host": gateway.host,
         "port": gateway.port,
         "gateway": gateway,
-        "tls": _trusted(root_certificates()) if is_secure else _untrusting(),
+        "tls": trusting_context(root_certificates()) if is_secure else _untrusting(),
     }
 
 
@@ -366,16 +365,6 @@ def _settings(connection: Any, gateway: HttpAddress, tls: ssl.SSLContext) -> dic
         "timeout": httpx2.Timeout(silent_s, connect=connect_s),
         "verify": tls,
     }
-
-
-@functools.lru_cache(maxsize=4)  # those of the system take 0.2 s to read
-def _trusted(certificates: bytes | None) -> ssl.SSLContext:
-    if certificates is None:
-        return ssl.create_default_context()
-    try:
-        return ssl.create_default_context(cadata=certificates.decode("ascii", "ignore"))
-    except (ssl.SSLError, ValueError) as error:
-        raise InvalidConfigError(CA_VARIABLE, f"has no certificates: {error}") from error
 
 
 @functools.lru_cache(maxsize=1)
