@@ -36,6 +36,7 @@ from turnstream_server.trainer.reporting.device import DeviceUse
 from turnstream_server.trainer.reporting.sinks.opening import open_sinks
 from turnstream_server.trainer.reporting.sinks.sink import Sinks
 from turnstream_server.trainer.reporting.timing import StepClock, rates
+from turnstream_server.trainer.settings import Layout
 from turnstream_server.trainer.weights_server import WeightsAccess
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Trainer:
         self._checkpoints = checkpoints
         self._ranks = ranks
         self._publisher = WeightsPublisher(config, weights_access) if ranks.is_first else None
+        self._layout: Layout = "packed" if config.layout == "packed" else "padded"
         self._device_use = DeviceUse(engine.model)
         self._clock = StepClock()
 
@@ -165,6 +167,7 @@ class Trainer:
             report=report,
             rewards=trajectory_rewards(rows),
             num_tokens=mini_batch.num_tokens,
+            num_positions=mini_batch.num_positions(layout=self._layout),
             squared_lengths=squared_lengths(rows),
             epoch=mini_batch.epoch,
         )

@@ -19,7 +19,7 @@ meaning.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -40,6 +40,7 @@ class Update(NamedTuple):
         report: statistics of the update, over all ranks.
         rewards: one per trajectory; NaN where it has none.
         num_tokens: tokens of the rows.
+        num_positions: positions of the rows in the layout of the trainer.
         squared_lengths: sum of the squares of the lengths of the rows.
     """
 
@@ -47,6 +48,7 @@ class Update(NamedTuple):
     report: UpdateReport
     rewards: list[float]
     num_tokens: int
+    num_positions: int
     squared_lengths: int
     epoch: int = 0
 
@@ -56,12 +58,16 @@ class StepShare(NamedTuple):
 
     Attributes:
         rewards: one per trajectory whose last row is in the share; NaN where it has none.
+        num_rows, num_tokens, num_positions: without inert rows; positions by the used layout.
         pulled: `Step.metrics` of the rank.
         cpu_s: CPU seconds of the rank.
     """
 
     rewards: list[float]
     num_inert_rows: int
+    num_rows: int
+    num_tokens: int
+    num_positions: int
     pulled: dict[str, float]
     cpu_s: float
 
@@ -72,29 +78,28 @@ def step_share(updates: Sequence[Update], *, pulled: dict[str, float], cpu_s: fl
     return StepShare(
         rewards=[reward for update in first for reward in update.rewards],
         num_inert_rows=sum(update.info.num_inert_rows for update in first),
+        num_rows=sum(update.info.num_real_rows for update in first),
+        num_tokens=sum(update.num_tokens for update in first),
+        num_positions=sum(update.num_positions for update in first),
         pulled=pulled,
         cpu_s=cpu_s,
     )
 
 
-def pulled_metrics(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def pulled_metrics(shares: Sequence[StepShare]) -> dict[str, float]:
     """Return the numbers of `Step.metrics` over all ranks; `wait_s` is that of the first rank.
 
-    >>> pulled_metrics([
-    ...     {"num_rows": 2, "num_tokens": 30, "padding_share": 0.25, "merge_ratio": 2.0},
-    ...     {"num_rows": 1, "num_tokens": 10, "padding_share": 0.5, "merge_ratio": 4.0},
-    ... ])
-    {'num_rows': 3, 'num_tokens': 40, 'padding_share': 0.33333333333333337, 'merge_ratio': 2.5}
+    The padding share is that of the layout in use.
     """
-    num_tokens = sum(each["num_tokens"] for each in shares)
-    num_positions = sum(each["num_tokens"] / (1 - each["padding_share"]) for each in shares)
-    weighted = sum(each["merge_ratio"] * each["num_tokens"] for each in shares)
+    num_tokens = sum(each.num_tokens for each in shares)
+    num_positions = sum(each.num_positions for each in shares)
+    merged = sum(each.pulled["merge_ratio"] * each.num_tokens for each in shares)
     return {
-        **shares[0],
-        "num_rows": sum(each["num_rows"] for each in shares),
+        **shares[0].pulled,
+        "num_rows": sum(each.num_rows for each in shares),
         "num_tokens": num_tokens,
         "padding_share": 1 - num_tokens / num_positions if num_positions else 0.0,
-        "merge_ratio": weighted / num_tokens if num_tokens else 1.0,
+        "merge_ratio": merged / num_tokens if num_tokens else 1.0,
     }
 
 
@@ -118,6 +123,7 @@ def step_metrics(updates: Sequence[Update], shares: Sequence[StepShare]) -> dict
         for name in measured[0]
     }
     return {
+        **pulled_metrics(shares),
         "loss": _mean([report.loss for report in reports]),
         "reward_mean": _mean([reward for reward in rewards if not math.isnan(reward)]),
         "num_trajectories": len(rewards),
@@ -133,7 +139,6 @@ def step_metrics(updates: Sequence[Update], shares: Sequence[StepShare]) -> dict
         "num_skipped_updates": sum(not report.is_applied for report in reports),
         "skip_reasons": [report.skip_reason for report in reports if not report.is_applied],
         "figures": shown_figures(infos[0].figures),
-        **pulled_metrics([share.pulled for share in shares]),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import testkit
@@ -33,5 +34,16 @@ def test_shares_name_the_aggregation_from_assembly_version_4_on() -> None:
 
     assert b"aggregation" not in older
     assert [metadata_of(version) for version in (1, 2, 3)] == [older] * 3
-    assert metadata_of(4) == metadata_of(ASSEMBLY_VERSION)
     assert metadata_of(4) == {**older, b"aggregation": b"prompt_mean"}
+
+
+def test_shares_have_the_totals_of_all_ranks_from_assembly_version_5_on() -> None:
+    newest = metadata_of(ASSEMBLY_VERSION)
+
+    assert newest == metadata_of(5)
+    assert metadata_of(4) == {name: each for name, each in newest.items() if name != b"totals"}
+    members = [member for group in testkit.manifest().groups for member in group.trajectories]
+    totals = json.loads(newest[b"totals"])
+    assert totals["num_trajectories"] == len(members)
+    assert totals["reward_sum"] == sum(member.reward for member in members)
+    assert totals["num_turn_tokens"] == sum(member.num_turn_tokens for member in members)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 import testkit
 from testkit.training import pulled
+from turnstream.types import MiniBatchTotals
 from turnstream.worker import PulledMiniBatch
 from turnstream.worker.steps import Step
 from turnstream.worker.tensors import to_torch
@@ -44,7 +46,32 @@ def test_step_metrics_equal_those_of_all_rows_together(
     num_tokens = sum(row.num_tokens for row in rows)
     num_turn_tokens = sum(row.num_turn_tokens for row in rows)
     assert metrics["merge_ratio"] == pytest.approx(num_turn_tokens / num_tokens)
-    assert (metrics["num_rows"], metrics["num_tokens"]) == (len(rows), num_tokens)
+    assert (metrics["num_rows"], metrics["num_tokens"]) == (2 * len(rows), 2 * num_tokens)
+    assert metrics["num_trajectories"] == 2 * len(rows)
+    assert metrics["reward_mean"] == pytest.approx(0.25)
+
+
+def test_step_of_an_older_release_has_no_totals() -> None:
+    mini_batches = _pulled([[Row(4, 8)], [Row(3, 3)]], num_inert=1)
+    older = replace(mini_batches[1], info=replace(mini_batches[1].info, totals=None))
+
+    metrics = _metrics([mini_batches[0], older])
+
+    assert metrics["merge_ratio"] == pytest.approx(11 / 7)
+    assert not metrics.keys() & {"num_rows", "num_tokens", "num_trajectories", "reward_mean"}
+
+
+def test_positions_are_those_of_the_forward_passes_of_each_layout() -> None:
+    built = testkit.rows("aB", "aBCDE", "aBC", "a|b", is_padding=[False] * 3 + [True])
+    mini_batch = pulled(built, micro_batches=((0, 2), (1, 3)), alignment=4)
+
+    parts = [*to_torch(mini_batch).micro_batches()]
+    padded = sum(part.input_ids_BT[~part.is_padding_B].numel() for part in parts)
+    bounds = [part.cu_seqlens for part in mini_batch.to_torch_packed()]
+    packed = int(bounds[0][-1]) + int(bounds[1][1])  # without the inert row
+
+    assert mini_batch.num_positions(layout="padded") == padded == 2 * 3 + 5
+    assert mini_batch.num_positions(layout="packed") == packed == 4 + 8 + 4
 
 
 def _pulled(shapes: Sequence[Sequence[Row]], *, num_inert: int) -> list[PulledMiniBatch]:
@@ -55,7 +82,17 @@ def _pulled(shapes: Sequence[Sequence[Row]], *, num_inert: int) -> list[PulledMi
         built = testkit.rows(*texts, is_padding=[n >= len(rows) for n in range(len(texts))])
         num_turn_tokens = sum(row.num_turn_tokens for row in rows)
         info: dict[str, Any] = {"mini_batch": index, "num_mini_batches": len(shapes)}
-        info["merge_ratio"] = num_turn_tokens / sum(row.num_tokens for row in rows)
+        num_tokens = sum(row.num_tokens for row in rows)
+        info["merge_ratio"] = num_turn_tokens / num_tokens
+        # Another rank has as many rows, without a reward.
+        info["totals"] = MiniBatchTotals(
+            num_rows=2 * len(rows),
+            num_tokens=2 * num_tokens,
+            num_turn_tokens=2 * num_turn_tokens,
+            num_trajectories=2 * len(rows),
+            reward_sum=0.5 * len(rows),
+        )
+        info["micro_batches"] = tuple(tuple(range(n, len(texts), 2)) for n in range(2))
         mini_batches.append(pulled(built, **info))
     return mini_batches
 
@@ -81,7 +118,7 @@ def _metrics(mini_batches: Sequence[PulledMiniBatch]) -> dict[str, float]:
 
 
 def _padding_share(mini_batches: Sequence[PulledMiniBatch]) -> float:
-    """Return the padding among the positions of all real rows, counted in the padded layout."""
-    tensors = [to_torch(each) for each in mini_batches]
+    """Return the padding among the positions of all real rows, counted in the forward passes."""
+    tensors = [part for each in mini_batches for part in to_torch(each).micro_batches()]
     real = [each.attention_mask_BT[~each.is_padding_B] for each in tensors]
     return sum(int((~mask_BT).sum()) for mask_BT in real) / sum(mask_BT.numel() for mask_BT in real)

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.merge.plan import ASSEMBLY_VERSION, GroupPlan, Manifest
+from turnstream.batching.merge.plan import ASSEMBLY_VERSION, GroupPlan, Manifest, TrajectoryPlan
 from turnstream.batching.packing.bins import Bins
 from turnstream.batching.rows.assemble import assemble_rows
 from turnstream.batching.rows.minibatch import cut_ranks, rank_passes, rows_multiple, take_share
 from turnstream.batching.rows.plain_rows import INERT_LENGTH, INERT_RESPONSE_LENGTH
 from turnstream.errors import BatchingError, RecordError, UnknownFormatError
 from turnstream.records.batches import EncodedMiniBatch, encode_mini_batch
-from turnstream.types import Figures, MiniBatch, MiniBatchInfo, OperationColumns, Ragged, Rows
+from turnstream.types import (
+    Figures,
+    MiniBatch,
+    MiniBatchInfo,
+    MiniBatchTotals,
+    OperationColumns,
+    Ragged,
+    Rows,
+)
 from turnstream_server.batcher.assembly.payload import Damage, DamagedPayloadError, PayloadReader
 
 _NAMES_AGGREGATION: Final = 4
 """First assembly version whose mini-batches name the aggregation of the run."""
+
+_HAS_TOTALS: Final = 5
+"""First assembly version whose mini-batches have the counts of all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +138,7 @@ def _info(
     is_named = manifest.assembly_version >= _NAMES_AGGREGATION
     num_inert_rows = int(np.count_nonzero(share.is_padding))
     members = [member for group in batch.groups_of(mini_batch) for member in group.trajectories]
-    num_tokens = sum(row.num_tokens for member in members for row in member.sequences)
+    totals = _totals(members, num_rows=plan.num_rows)
     width = max(plan.width, INERT_LENGTH)  # for all ranks, also those without an inert row
     oldest = [m.oldest_version for m in members if m.oldest_version is not None]
     newest = [m.newest_version for m in members if m.newest_version is not None]
@@ -145,16 +158,27 @@ def _info(
         response_width=max(plan.response_width, INERT_RESPONSE_LENGTH),
         denominators=plan.denominators,
         aggregation=batch.config.aggregation if is_named else None,
-        padding_share=1.0 - num_tokens / (plan.num_rows * width),
-        merge_ratio=sum(member.num_turn_tokens for member in members) / num_tokens,
+        padding_share=1.0 - totals.num_tokens / (plan.num_rows * width),
+        merge_ratio=totals.num_turn_tokens / totals.num_tokens,
         oldest_version=min(oldest, default=None),
         newest_version=max(newest, default=None),
+        totals=totals if manifest.assembly_version >= _HAS_TOTALS else None,
         figures=manifest.figures if mini_batch == 0 else Figures(),
         dp_rank=dp_rank,
         dp_world_size=len(cut.ranks),
         num_real_rows=len(share) - num_inert_rows,
         num_inert_rows=num_inert_rows,
         micro_batches=tuple(map(tuple, cut.passes[dp_rank])),
+    )
+
+
+def _totals(members: Sequence[TrajectoryPlan], *, num_rows: int) -> MiniBatchTotals:
+    return MiniBatchTotals(
+        num_rows=num_rows,
+        num_tokens=sum(row.num_tokens for member in members for row in member.sequences),
+        num_turn_tokens=sum(member.num_turn_tokens for member in members),
+        num_trajectories=len(members),
+        reward_sum=math.fsum(member.reward for member in members),
     )
 
 

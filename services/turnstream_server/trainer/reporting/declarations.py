@@ -146,7 +146,12 @@ METRICS: Final = (
         Metric("num_recomputed_rows", "counter", "rows", "Rows without old log-probabilities."),
         Metric("num_tokens", "counter", "tokens", "Tokens of the rows, without padding."),
         Metric("num_trained_tokens", "counter", "tokens", "Tokens in the loss."),
-        Metric("padding_share", "gauge", "", "Share of the positions that are padding."),
+        Metric(
+            "padding_share",
+            "gauge",
+            "",
+            "Share of padding among the positions of the layout in use.",
+        ),
         Metric("merge_ratio", "gauge", "", "Tokens of the separate turns / tokens of the rows."),
         Metric("staleness", "gauge", "versions", "Age of the oldest trained token.", True),
         Metric("oldest_version", "gauge", "", "Oldest version of a trained token.", True),

@@ -62,7 +62,7 @@ _OPTIONAL: Final = ("logprobs", "rewards", "advantages", "token_weights", "ratio
 _EXTRA_PREFIX: Final = "extra."
 _EXTENTS: Final = b"extras"
 _TEXTS: Final = ("run", "lineage", "manifest_hash", "aggregation")
-_ABSENT_IF_NONE: Final = ("aggregation",)
+_ABSENT_IF_NONE: Final = ("aggregation", "totals")
 
 
 class EncodedMiniBatch(NamedTuple):

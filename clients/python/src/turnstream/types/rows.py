@@ -144,6 +144,23 @@ class Denominators(NamedTuple):
     length_constant: int
 
 
+class MiniBatchTotals(NamedTuple):
+    """Counts of a mini-batch over all ranks, without inert rows.
+
+    Attributes:
+        num_tokens: tokens of the rows.
+        num_turn_tokens: tokens of the turns if each were sent with its whole context.
+        num_trajectories: masked ones included.
+        reward_sum: sum of their planned rewards, with the penalty of `overlong_buffer`.
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_turn_tokens: int
+    num_trajectories: int
+    reward_sum: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OperationColumns:
     """Columns of Tinker-style operations: one value per token, without a shift.
@@ -272,6 +289,7 @@ class MiniBatchInfo:
         padding_share: share of padding among real rows of all ranks x `width` positions, 0 to 1.
         merge_ratio: tokens of the separate turns / tokens of the real rows of all ranks.
         oldest_version, newest_version: over the trained tokens; None if unknown.
+        totals: counts of all ranks; None in a batch of an older release, and of operations.
         figures: tags and metrics of the whole batch, in its first mini-batch; empty in the others.
         num_real_rows, num_inert_rows: numbers of rows of this rank.
         micro_batches: row positions of this rank, one tuple per forward pass; every rank has the
@@ -297,6 +315,7 @@ class MiniBatchInfo:
     merge_ratio: float
     oldest_version: int | None
     newest_version: int | None
+    totals: MiniBatchTotals | None = None
     figures: Figures = field(default_factory=Figures)
     dp_rank: int
     dp_world_size: int

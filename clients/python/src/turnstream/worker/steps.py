@@ -12,14 +12,17 @@ with run.batches(state=checkpoint.get("turnstream")) as batches:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
+
+import numpy as np
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import InvalidConfigError, RejectedError
 from turnstream.optional import from_extra
-from turnstream.types import MiniBatch, MiniBatchInfo
+from turnstream.types import MiniBatch, MiniBatchInfo, MiniBatchTotals
 from turnstream.types.scalars import whole_number
 
 if TYPE_CHECKING:
@@ -53,6 +56,19 @@ class PulledMiniBatch(MiniBatch):
     def num_tokens(self) -> int:
         """Tokens of the real rows."""
         return int(self.rows.input_ids.lengths[~self.rows.is_padding].sum())
+
+    def num_positions(self, *, layout: Literal["padded", "packed"]) -> int:
+        """Return the positions of the real rows in the forward passes of a layout.
+
+        The rows of a padded pass have the width of its longest row. A packed row takes a multiple
+        of the alignment of the run.
+        """
+        lengths_B = np.where(self.rows.is_padding, 0, self.rows.input_ids.lengths)
+        if layout == "packed":
+            alignment = self.info.alignment
+            return int((-(-lengths_B // alignment) * alignment).sum())
+        passes = [lengths_B[list(each)] for each in self.info.micro_batches]
+        return sum(int(each.max(initial=0)) * int(np.count_nonzero(each)) for each in passes)
 
     @property
     def is_last(self) -> bool:
@@ -114,6 +130,7 @@ class Step:
         self._waited_s = waited_s
         self._infos: list[MiniBatchInfo] = []
         self._num_tokens: list[int] = []
+        self._num_positions = 0
         self._first: PulledMiniBatch | None = first
         self._mini_batches: Iterator[PulledMiniBatch] | None = None
         self._is_taken = False
@@ -165,6 +182,7 @@ class Step:
             mini_batch = next(self._stream)
         self._infos.append(mini_batch.info)
         self._num_tokens.append(mini_batch.num_tokens)
+        self._num_positions += mini_batch.num_positions(layout="padded")
         return mini_batch
 
     @property
@@ -172,26 +190,27 @@ class Step:
         """Numbers of the mini-batches so far, for a dashboard. Each counts once, in any epoch.
 
         Over all ranks:
+            reward_mean: mean planned reward of the trajectories.
+            num_trajectories, num_groups, num_rows, num_tokens, num_trained_tokens: totals.
             merge_ratio: tokens of the separate turns / tokens of the rows.
-            num_groups, num_trained_tokens: totals.
             staleness: versions between the newest announced one and the oldest of a trained token;
                 absent if versions are unknown.
         Over this rank:
-            num_rows, num_tokens: totals.
-            padding_share: 0 to 1.
+            padding_share: 0 to 1, of the positions of its padded forward passes.
             wait_s: seconds without data.
+
+        A batch of an older release has no `reward_mean`, `num_trajectories`, `num_rows` and
+        `num_tokens`.
         """
         infos, num_tokens = self._infos, sum(self._num_tokens)
-        num_positions = sum(info.width * info.num_real_rows for info in infos)
         weighted = [i.merge_ratio * n for i, n in zip(infos, self._num_tokens, strict=True)]
         found = {
-            "padding_share": 1 - num_tokens / num_positions if num_positions else 0.0,
+            "padding_share": 1 - num_tokens / self._num_positions if num_tokens else 0.0,
             "merge_ratio": sum(weighted) / num_tokens if num_tokens else 1.0,
-            "num_rows": sum(info.num_real_rows for info in infos),
             "num_groups": sum(info.denominators.num_groups for info in infos),
             "num_trained_tokens": sum(info.denominators.num_tokens for info in infos),
-            "num_tokens": num_tokens,
             "wait_s": self._stream.statistics().wait_s - self._waited_s,
+            **_of_all_ranks([info.totals for info in infos]),
         }
         oldest = [info.oldest_version for info in infos if info.oldest_version is not None]
         if oldest and self._stream.newest_version >= 0:
@@ -231,6 +250,22 @@ class Step:
         if not self.state:
             raise RejectedError(f"step {self.number} is not done: call done() before commit()")
         self._stream.committed(self.state)
+
+
+def _of_all_ranks(totals: Sequence[MiniBatchTotals | None]) -> dict[str, float]:
+    """Return the numbers of a step from the totals of its mini-batches; empty if one has none."""
+    known = [each for each in totals if each is not None]
+    if not known or len(known) < len(totals):
+        return {}
+    num_tokens = sum(each.num_tokens for each in known)
+    num_trajectories = sum(each.num_trajectories for each in known)
+    return {
+        "reward_mean": math.fsum(each.reward_sum for each in known) / num_trajectories,
+        "num_trajectories": num_trajectories,
+        "num_rows": sum(each.num_rows for each in known),
+        "num_tokens": num_tokens,
+        "merge_ratio": sum(each.num_turn_tokens for each in known) / num_tokens,
+    }
 
 
 class _Epochs(Iterator[PulledMiniBatch]):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from turnstream.types import Denominators, Figures, Status, TrajectoryKey
 
-ASSEMBLY_VERSION = 4
+ASSEMBLY_VERSION = 5
 """Version of the assembly rules; a plan of a newer version gives other rows under older rules.
 
 A replica assembles plans up to this version. Its error for newer ones has both versions. In version
