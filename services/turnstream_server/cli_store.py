@@ -156,7 +156,8 @@ def plot(
         str,
         typer.Argument(
             metavar="FOLDER_OR_RUN",
-            help="Folder of a trainer or of a job, or a run whose trainer works on this machine.",
+            help="Folder of a trainer or of a job, or a run. A run without a trainer on this "
+            "machine has its rewards alone.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Receives a PNG image.")],
@@ -164,13 +165,15 @@ def plot(
     as_json: AsJson = False,
 ) -> None:
     """Draw reward, loss, KL and tokens per second over the steps of a trainer."""
-    from turnstream_server.trainer.reporting.metrics_files import find_metrics
+    from turnstream_server.jobs.plots import read_metrics
     from turnstream_server.trainer.reporting.plot import plot_metrics
 
-    path = find_metrics(source, redis_url=store_url(redis))
-    num_steps = plot_metrics(path, out, title=source)
-    facts = {"file": str(out), "metrics": str(path), "num_steps": num_steps}
-    say(f"{out} shows {num_steps:,} steps of {path}", as_json=as_json, **facts)
+    folder = environment().archive_dir
+    found = read_metrics(source, redis_url=store_url(redis), folder=folder)
+    plot_metrics(found.steps, out, title=source, source=found.source)
+    num_steps = len(found.steps)
+    facts = {"file": str(out), "metrics": found.source, "num_steps": num_steps}
+    say(f"{out} shows {num_steps:,} steps of {found.source}", as_json=as_json, **facts)
 
 
 @app.command(rich_help_panel="Jobs")

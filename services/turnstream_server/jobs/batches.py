@@ -34,6 +34,8 @@ def print_batch(run: str, content: dict[str, Any], console: Console, *, show_all
     if "trajectories" in content:
         names = ", ".join(keys.readable_name(each["id"]) for each in content["trajectories"])
         console.print(f"no longer retained; of its trajectories the names are kept: {names}")
+        if content["mean_reward"] is not None:
+            console.print(f"mean reward {content['mean_reward']:.3f}")
     if "numbers" in content:
         console.print(facts_table(BatchNumbers(**content["numbers"]).rows()))
     _print_trajectories(content["mini_batches"], console, most=None if show_all else MAX_SHOWN)

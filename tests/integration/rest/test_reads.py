@@ -25,6 +25,7 @@ from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.jobs.batches import read_batch, write_batch
 from turnstream_server.jobs.ledger import read_run_ledger, read_trajectory
+from turnstream_server.jobs.plots import read_metrics
 from turnstream_server.jobs.runs import read_run
 from turnstream_server.jobs.status import read_reasons, read_status
 
@@ -237,9 +238,27 @@ def test_released_batch_has_names_alone(
     content = api.get(f"{path}/1")
 
     assert (content["state"], content["mini_batches"]) == ("committed", [])
+    assert content["mean_reward"] == 0.5
     assert [each["id"] for each in content["trajectories"]] == ["a/0/0", "a/1/0"]
     problem = api.refused("GET", f"{path}/1/0", 410)
     assert "no longer retained" in problem["detail"]
+
+
+def test_run_of_another_trainer_has_the_reward_of_each_batch(
+    own_store: EmbeddedServer, new_run: Callable[..., turnstream.Run]
+) -> None:
+    run = new_run(batch_groups=1, retain_checkpoints=1)
+    write(run, "a", "b")
+    train(run, num_steps=2, commits=True)
+    wait_until(lambda: "trajectories" in read_batch(own_store.url, run.name, 1))  # released
+    write(run, "c", reward=1.0)
+    wait_until(lambda: read_run_ledger(own_store.url, run.name)["planned"] == 3)
+
+    found = read_metrics(run.name, redis_url=own_store.url, folder=None)
+
+    assert found.source == f"the batches of run {run.name}"
+    assert [each["step"] for each in found.steps] == [1, 2, 3]
+    assert [each["reward_mean"] for each in found.steps] == [0.5, 0.5, 1.0]
 
 
 def test_reasons_are_those_of_the_command_line(

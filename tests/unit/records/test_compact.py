@@ -142,6 +142,9 @@ def test_a_batch_keeps_the_names_and_one_checksum_of_every_trajectory() -> None:
     assert [key.trajectory_id for key in left.trajectories] == ["a/0/0", "a/1/0", "b/0/0", "b/1/0"]
     assert left.crcs == (trajectory_crc((1,)),) * 4
     assert (left.step, left.manifest_hash, left.lineage) == (7, "cd" * 32, "main")
+    rewards = [member.reward for group in plan.groups for member in group.trajectories]
+    assert left.mean_reward == sum(rewards) / len(rewards)
+    assert decode_batch(encode_batch(left)) == left
 
 
 @pytest.mark.parametrize("size", [1, 8])

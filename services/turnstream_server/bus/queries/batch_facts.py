@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import redis
 
@@ -18,7 +18,10 @@ from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.planning.manifests import StoredManifest, read_plan, read_plans
 from turnstream_server.bus.queries.batch_numbers import numbers_of
 from turnstream_server.bus.queries.ledger import state_of_step
-from turnstream_server.bus.release.compact_records import read_past_batch
+from turnstream_server.bus.release.compact_records import past_batches, read_past_batch
+
+_PAGE: Final = 64
+"""Plans that are read at once."""
 
 
 def batch_facts(
@@ -63,12 +66,32 @@ def list_batches(
         }
 
 
+def reward_curve(
+    client: redis.Redis, run: str, *, folder: Path | None = None
+) -> list[dict[str, Any]]:
+    """Return `step` and `reward_mean` of each planned batch, released ones included, in order.
+
+    Batches that an older release released have no mean reward, and are left out.
+
+    Raises:
+        LedgerFileError: a file of released batches cannot be read.
+    """
+    means = {past.step: past.mean_reward for past in past_batches(client, run, folder=folder)}
+    first_step = 1
+    while plans := read_plans(client, run, first_step=first_step, max_count=_PAGE):
+        means |= {each.manifest.step: numbers_of(each.manifest).mean_reward for each in plans}
+        first_step = plans[-1].manifest.step + 1
+    known = sorted((step, mean) for step, mean in means.items() if mean is not None)
+    return [{"step": step, "reward_mean": mean} for step, mean in known]
+
+
 def _past_content(run: str, past: CompactBatch) -> dict[str, Any]:
     return {
         "run": run,
         "step": past.step,
         "manifest_hash": past.manifest_hash,
         "lineage": past.lineage,
+        "mean_reward": past.mean_reward,
         "trajectories": [
             {"id": keys.trajectory_id(key), "crc": f"{crc:08x}"}
             for key, crc in zip(past.trajectories, past.crcs, strict=True)

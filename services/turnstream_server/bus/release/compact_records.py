@@ -8,7 +8,6 @@ dies in between, the next one writes the same file again.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import re
 import secrets
@@ -81,10 +80,16 @@ def find_past_step(
     client: redis.Redis, run: str, key: TrajectoryKey, *, folder: Path | None = None
 ) -> int | None:
     """Return the step whose compact record names a trajectory, or None; files are read last."""
-    batches = itertools.chain(
-        _batches_of_store(client, run), _batches_of_files(client, run, folder=folder)
-    )
+    batches = past_batches(client, run, folder=folder)
     return next((batch.step for batch in batches if key in batch.trajectories), None)
+
+
+def past_batches(
+    client: redis.Redis, run: str, *, folder: Path | None = None
+) -> Iterator[CompactBatch]:
+    """Yield the released batches: first those of the store, then those of files of `folder`."""
+    yield from _batches_of_store(client, run)
+    yield from _batches_of_files(client, run, folder=folder)
 
 
 def find_past_end(client: redis.Redis, run: str, key: TrajectoryKey) -> str | None:

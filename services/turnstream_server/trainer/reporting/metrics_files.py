@@ -20,21 +20,25 @@ _JOB_FOLDER: Final = "trainer"
 """Folder of the trainer in that of a job, such as the demo."""
 
 
-def find_metrics(source: str, *, redis_url: str) -> Path:
-    """Return the file of metrics of a training.
+def find_metrics(source: str, *, redis_url: str) -> Path | None:
+    """Return the file of metrics of a training; None for a run without one on this machine.
 
     Args:
         source: folder of a trainer or of a job, or a file of metrics. Other words name a run, whose
-            trainer has announced weights on this machine.
+            trainer may have announced weights on this machine.
         redis_url: store of the run.
 
     Raises:
-        InvalidConfigError: there is no such training, or it has no metrics.
+        InvalidConfigError: there is no such folder or run, or the folder has no metrics.
     """
     path = Path(source)
     if path.is_file():
         return path
-    folders = [path, path / _JOB_FOLDER] if path.exists() else [_trainer_of(source, redis_url)]
+    if not path.exists():
+        folder = _trainer_of(source, redis_url)
+        found = None if folder is None else folder / FILE_NAME
+        return found if found is not None and found.is_file() else None
+    folders = [path, path / _JOB_FOLDER]
     for folder in folders:
         if (folder / FILE_NAME).is_file():
             return folder / FILE_NAME
@@ -42,8 +46,8 @@ def find_metrics(source: str, *, redis_url: str) -> Path:
     raise InvalidConfigError(ARGUMENT, f"{source} has no metrics: there is no file {tried}")
 
 
-def _trainer_of(run: str, redis_url: str) -> Path:
-    """Return the folder of the trainer that announced the newest weights of a run."""
+def _trainer_of(run: str, redis_url: str) -> Path | None:
+    """Return the folder of the trainer that announced the newest weights of a run, or None."""
     store = mask_password(redis_url)
     try:
         with connect(redis_url) as client:
@@ -54,7 +58,5 @@ def _trainer_of(run: str, redis_url: str) -> Path:
         message = f"{run!r} is neither a folder nor a run of {store}: {error}"
         raise InvalidConfigError(ARGUMENT, message) from error
     address = urlsplit(newest.weights_uri if newest else "")
-    if address.scheme != "file":
-        message = f"run {run!r} has no weights in a folder: name the folder of its trainer"
-        raise InvalidConfigError(ARGUMENT, message)
-    return Path(unquote(address.path)).parents[1]
+    path = Path(unquote(address.path))
+    return path.parents[1] if address.scheme == "file" and len(path.parents) > 1 else None

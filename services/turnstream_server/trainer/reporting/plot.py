@@ -12,7 +12,6 @@ import numpy as np
 from turnstream.errors import InvalidConfigError
 from turnstream.optional import from_extra
 from turnstream_server.trainer.reporting.metrics_files import ARGUMENT
-from turnstream_server.trainer.reporting.sinks.json_lines import read_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,19 +53,17 @@ PANELS: Final = (
 )
 
 
-def plot_metrics(path: Path, out: Path, *, title: str) -> int:
-    """Draw a file of metrics as a PNG image and return the number of its steps.
+def plot_metrics(steps: Sequence[Mapping[str, Any]], out: Path, *, title: str, source: str) -> None:
+    """Draw the metrics of some steps as a PNG image; `source` names them in the error.
 
     Raises:
-        InvalidConfigError: the file has no complete step.
+        InvalidConfigError: there is no step.
         MissingExtraError: matplotlib is not installed.
         OSError: the image cannot be written.
     """
-    steps = read_steps(path)
     if not steps:
-        raise InvalidConfigError(ARGUMENT, f"{path} has no complete step yet")
+        raise InvalidConfigError(ARGUMENT, f"{source} has no complete step yet")
     draw(steps, title=title).savefig(out, format="png")
-    return len(steps)
 
 
 def draw(steps: Sequence[Mapping[str, Any]], *, title: str) -> Figure:

@@ -13,6 +13,7 @@ from matplotlib.image import imread
 from turnstream.errors import InvalidConfigError
 from turnstream_server.trainer.reporting.metrics_files import find_metrics
 from turnstream_server.trainer.reporting.plot import draw, plot_metrics, running_mean
+from turnstream_server.trainer.reporting.sinks.json_lines import read_steps
 
 AWAY = "redis://127.0.0.1:1"
 
@@ -56,7 +57,7 @@ def test_the_image_has_a_line_in_each_of_its_panels(num_steps: int, tmp_path: Pa
     path = write(tmp_path / "metrics.jsonl", [step(number) for number in range(1, num_steps + 1)])
     out = tmp_path / "plot.png"
 
-    assert plot_metrics(path, out, title="a $title [x") == num_steps
+    plot_metrics(read_steps(path), out, title="a $title [x", source=str(path))
 
     image = imread(out)
     assert image.shape[:2] == (975, 1500)
@@ -146,5 +147,5 @@ def test_a_file_without_a_complete_step_is_refused(tmp_path: Path) -> None:
     path.write_text('{"step": ')
 
     with pytest.raises(InvalidConfigError, match="has no complete step yet"):
-        plot_metrics(path, tmp_path / "plot.png", title="")
+        plot_metrics(read_steps(path), tmp_path / "plot.png", title="", source=str(path))
     assert not (tmp_path / "plot.png").exists()

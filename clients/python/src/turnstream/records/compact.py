@@ -13,9 +13,10 @@ otherwise sample and attempt of each.
 from __future__ import annotations
 
 import json
+import math
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Any, Final
@@ -37,6 +38,7 @@ from turnstream.types import TrajectoryKey
 
 _KEY_COLUMNS: Final = {"groups", "members"}
 _BATCH: Final = ("step", "manifest_hash", "lineage")
+_MEAN_REWARD: Final = "mean_reward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,7 @@ class CompactBatch:
     Attributes:
         trajectories: in the order of the batch.
         crcs: one per trajectory, see `trajectory_crc`.
+        mean_reward: mean planned reward; None without a trajectory, and in older records.
     """
 
     step: int
@@ -53,6 +56,7 @@ class CompactBatch:
     lineage: str
     trajectories: tuple[TrajectoryKey, ...]
     crcs: tuple[int, ...]
+    mean_reward: float | None = None
 
 
 def compact_batch(manifest: Manifest, *, manifest_hash: str) -> CompactBatch:
@@ -64,6 +68,7 @@ def compact_batch(manifest: Manifest, *, manifest_hash: str) -> CompactBatch:
         lineage=manifest.lineage,
         trajectories=tuple(member.key for member in members),
         crcs=tuple(trajectory_crc(member.payload_crcs) for member in members),
+        mean_reward=math.fsum(e.reward for e in members) / len(members) if members else None,
     )
 
 
@@ -75,12 +80,14 @@ def trajectory_crc(payload_crcs: Sequence[int]) -> int:
 def encode_batch(batch: CompactBatch) -> bytes:
     """Return the record of a batch; the same batch always has the same bytes."""
     columns = {name: getattr(batch, name) for name in _BATCH} | _key_columns(batch.trajectories)
+    if batch.mean_reward is not None:
+        columns[_MEAN_REWARD] = batch.mean_reward
     return write_frame(COMPACT, _packed(columns), [np.array(batch.crcs, "<u4")])
 
 
 def decode_batch(record: bytes) -> CompactBatch:
     """Return the batch of a record."""
-    columns, array = _unpacked(record, kind=COMPACT, known={*_BATCH})
+    columns, array = _unpacked(record, kind=COMPACT, known={*_BATCH}, optional={_MEAN_REWARD})
     trajectories = _keys(columns)
     if 4 * len(trajectories) != len(array):
         raise CorruptRecordError(
@@ -90,6 +97,7 @@ def decode_batch(record: bytes) -> CompactBatch:
         **{name: columns[name] for name in _BATCH},
         trajectories=trajectories,
         crcs=tuple(np.frombuffer(array, "<u4").tolist()),
+        mean_reward=columns.get(_MEAN_REWARD),
     )
 
 
@@ -166,13 +174,15 @@ def _packed(columns: Mapping[str, Any]) -> bytes:
     return zlib.compress(text.encode(), 9)
 
 
-def _unpacked(record: bytes, *, kind: bytes, known: set[str]) -> tuple[dict[str, Any], bytes]:
-    """Return columns and array of a record; they have exactly the known names."""
+def _unpacked(
+    record: bytes, *, kind: bytes, known: set[str], optional: Set[str] = frozenset()
+) -> tuple[dict[str, Any], bytes]:
+    """Return columns and array of a record; they have the known names, and may have optional."""
     frame = read_frame(record, kind=kind)
     known = known | _KEY_COLUMNS
     with reading("a compact record does not unpack"):
         columns: Any = json.loads(zlib.decompress(frame.header))
-        unknown = sorted(columns.keys() - known)
+        unknown = sorted(columns.keys() - known - optional)
         if unknown:
             part = ", ".join(unknown)
             raise UnknownFormatError("compact", COMPACT_VERSION, COMPACT_VERSION, part)

@@ -70,6 +70,7 @@ class Batch(BaseModel):
     state: str = Field(examples=["stepped"])
     manifest_hash: str
     lineage: str
+    mean_reward: float | None = Field(None, description="Of a released batch.")
     revision: int | None = None
     previous_hash: str | None = None
     config_revision: int | None = None
