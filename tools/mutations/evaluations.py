@@ -178,6 +178,13 @@ EVALUATIONS = (
         ("test_evals",),
     ),
     Mutation(
+        "a failed sample is left out of the mean",
+        "fold/evals.py",
+        "return 0.0 if sealed.status is Status.ERROR else None",
+        "return None",
+        ("test_evals",),
+    ),
+    Mutation(
         "a group counts for the newest version",
         "fold/evals.py",
         "version=min(versions, default=None)",
