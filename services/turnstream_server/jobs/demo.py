@@ -117,7 +117,7 @@ def _start_services(job: Job, options: DemoOptions, *, groups: int) -> Sequence[
         threads=1,
         seed=options.seed,
         lora_rank=options.lora_rank,
-        lora_layers="attention,mlp,unembedding",
+        **({"lora_layers": "attention,mlp,unembedding"} if options.lora_rank else {}),
     )
     generators = [
         stack.start(
