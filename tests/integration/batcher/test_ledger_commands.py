@@ -20,6 +20,7 @@ from turnstream.records.tag_statistics import shown_figures
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.client.trajectory_names import keys_named
+from turnstream.store.run.evals import eval_results
 from turnstream.types import GroupOpened, Purpose, Status
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.core.scan import entry_ms, readable_events, server_ms
@@ -125,17 +126,21 @@ async def test_filtered_group_keeps_the_metric_the_value_and_the_limit(house, is
 
 async def test_error_trajectory_is_excluded_with_its_reason(house):
     failed = trajectory(sample=2, status=Status.ERROR)
-    members = (trajectory(sample=0), trajectory(sample=1, reward=0.0), failed)
-    run, trainer = await house.started(group("a", *members), batch_groups=1)
+    never_started = replace(failed, sample=3, turns=(), reward=None)
+    members = (trajectory(sample=0), trajectory(sample=1, reward=0.0), failed, never_started)
+    evaluated = replace(group("e", *members), purpose=Purpose.EVAL)
+    run, trainer = await house.started(evaluated, group("a", *members), batch_groups=1)
     (pulled,) = await trainer.get(1)
 
-    seen = await history(house, run, "a/2/0")
+    seen = [await history(house, run, f"a/{sample}/0") for sample in (2, 3)]
+    (result,) = await asyncio.to_thread(eval_results, house.client, run)
 
     assert pulled.mini_batch.rows.trajectory_id == ["a/0/0", "a/1/0"]
-    assert (seen["state"], seen["reason"]) == (
-        "incomplete",
-        "sample 2 ended with status 'error', and error_trajectories='drop'",
-    )
+    assert [(each["state"], each["reason"]) for each in seen] == [
+        ("incomplete", f"sample {n} ended with status 'error', and error_trajectories='drop'")
+        for n in (2, 3)
+    ]
+    assert (result.num_trajectories, result.reward.num) == (4, 3)
 
 
 @pytest.mark.parametrize("upkeep", [Upkeep(), SMALL])

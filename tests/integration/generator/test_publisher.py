@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -137,6 +139,28 @@ def test_seal_takes_the_status_of_the_last_turn(store: Store) -> None:
     events = store.read(run).events()
     statuses = [event.status.value for event in events if isinstance(event, SealedTrajectory)]
     assert statuses == ["completed", "aborted", "truncated", "truncated"]
+
+
+async def test_only_a_failed_start_is_sealed_without_a_turn(store: Store) -> None:
+    run = store.new_run()
+    failed = replace(trajectory(sample=0, reward=None, status=Status.ERROR), turns=())
+    for number, kind in enumerate([Publisher, AsyncPublisher]):
+        async with entered(kind(store.url, run)) as publisher:
+            async with entered(publisher.trajectory(f"g{number}", 0, num_samples=1)) as writer:
+                with pytest.raises(InvalidTurnError, match="turns: there is none; only status='er"):
+                    await finish(partial(writer.seal, 1.0, status="truncated"))
+                tags = {"why": "no sandbox"}
+                await finish(partial(writer.seal, status="error", tags=tags))
+            receipt = await finish(partial(publisher.publish, group(f"p{number}", failed)))
+            await finish(receipt.result)
+
+    stored = store.read(run)
+    seals = [event for event in stored.events() if isinstance(event, SealedTrajectory)]
+    assert [(seal.key.group_id, seal.status, seal.turns) for seal in seals] == [
+        (name, Status.ERROR, ()) for name in ("g0", "p0", "g1", "p1")
+    ]
+    assert {*stored.states().values()} == {"sealed"}
+    assert len(stored.records(TrajectoryKey("g0", 0))) == 1
 
 
 def test_an_abandoned_sample_can_be_tried_again(store: Store) -> None:

@@ -34,6 +34,31 @@ def test_turns_are_stored_in_order_and_sealed(ingest: IngestClient, reader: RunR
     assert reader.states() == {"g/0/0": "sealed"}
 
 
+def test_only_a_failed_start_is_sealed_without_a_turn(
+    ingest: IngestClient, reader: RunReader
+) -> None:
+    whole = {"group_id": "whole", "sample": 0, "num_samples": 1, "turns": []}
+    opening = {"group_id": "g", "sample": 0, "num_samples": 1}
+    other = {"group_id": "other", "sample": 0, "num_samples": 1}
+    ingest.results("groups", {"group_id": "other", "num_samples": 1})
+    refused = ingest.results("turns", {**other, "seal": {"status": "completed"}})
+    assert refused[0]["status"] == 422
+    assert refused[0]["problem"]["detail"].startswith("items.0.turns: there is none; only")
+    response = ingest.post("trajectories", whole)
+    assert (response.status_code, response.json()["field"]) == (422, "items.0.turns")
+
+    seal = {"status": "error", "tags": {"why": "no sandbox"}}
+    for _ in range(2):
+        of_turns = ingest.results("turns", {**opening, "seal": seal})
+        of_trajectories = ingest.results("trajectories", {**whole, **seal})
+        assert [each["status"] for each in (*of_turns, *of_trajectories)] == [201, 201]
+    changed = ingest.results("turns", {**opening, "seal": {"status": "error"}})
+
+    assert changed[0]["status"] == 409
+    assert reader.sealed() == [_KEY, TrajectoryKey("whole", 0)]
+    assert reader.turns(_KEY) == []
+
+
 @pytest.mark.parametrize("is_sealed", [False, True])
 def test_repeated_turn_has_the_same_result(
     ingest: IngestClient, reader: RunReader, is_sealed: bool

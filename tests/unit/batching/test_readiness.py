@@ -17,6 +17,7 @@ from turnstream.types import (
     Purpose,
     RunClosed,
     SealedTrajectory,
+    Status,
     TrajectoryKey,
     TrajectoryState,
 )
@@ -107,6 +108,11 @@ def test_trajectory_of_a_group_that_was_never_opened_is_incomplete() -> None:
             for number in (math.nan, math.inf, -math.inf, 1e31)
         ],
         (CONFIG, sealed(sample=2, turns=[]), "has no turn"),
+        (
+            replace(CONFIG, error_trajectories="keep"),
+            replace(sealed(sample=2, turns=[]), status=Status.ERROR, awaits_reward=True),
+            "has no turn",
+        ),
         (
             CONFIG,
             sealed(sample=2, reward=None),

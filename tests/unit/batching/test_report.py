@@ -69,7 +69,9 @@ def test_nothing_has_a_merge_ratio_of_one() -> None:
     assert merge_counts({})["merge_ratio"] == 1.0
 
 
-def warnings_of(*groups: list[list[TurnShape]], of: BatchingConfig | None = None) -> list[str]:
+def warnings_of(
+    *groups: list[list[TurnShape]], of: BatchingConfig | None = None, **facts: Any
+) -> list[str]:
     """Return the warnings about a batch of these groups; for each its members with their turns."""
     groups_of_members = [
         ready(
@@ -81,11 +83,28 @@ def warnings_of(*groups: list[list[TurnShape]], of: BatchingConfig | None = None
         )
         for number, members in enumerate(groups)
     ]
-    return [*plan_warnings(plan(*groups_of_members, of=of), of or config(len(groups))).values()]
+    manifest = plan(*groups_of_members, of=of)
+    return [*plan_warnings(manifest, of or config(len(groups)), **facts).values()]
 
 
 def test_usual_batch_has_no_warning() -> None:
     assert warnings_of([[shape()], [shape()]]) == []
+
+
+@pytest.mark.parametrize(
+    ("announced", "num_unknown"), [((), 0), ((0, 7, 9), 0), ((0, 9), 2), ((0, 7), 1)]
+)
+def test_versions_that_were_never_announced_are_counted(
+    announced: tuple[int, ...], num_unknown: int
+) -> None:
+    members = [sealed("0", sample=sample, reward=float(sample)) for sample in range(3)]
+    members[0] = replace(members[0], oldest_version=7, newest_version=7)
+    members[1] = replace(members[1], oldest_version=7, newest_version=9)
+
+    found = plan_warnings(plan(ready("0", *members)), config(1), announced=announced)
+
+    text = "trajectories of versions that were never announced, whose age is not known"
+    assert [*found.values()] == [f"{text}: {num_unknown}"] * bool(num_unknown)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
@@ -209,9 +210,10 @@ class PlanChain:
             await self._view.refresh()
         return is_written
 
-    def warn_of(self, manifest: Manifest) -> None:
+    def warn_of(self, manifest: Manifest, *, announced: Collection[int]) -> None:
         """Log the warnings about a batch, each kind once."""
-        for kind, sentence in plan_warnings(manifest, self._in_force.config).items():
+        config = self._in_force.config
+        for kind, sentence in plan_warnings(manifest, config, announced=announced).items():
             if kind not in self._warned:
                 self._warned.add(kind)
                 logger.warning(

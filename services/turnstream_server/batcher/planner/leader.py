@@ -351,7 +351,7 @@ class Leader:
             },
         )
         self._log_members(manifest)
-        self._chain.warn_of(manifest)
+        self._chain.warn_of(manifest, announced=self._selector.versions.steps)
         return True
 
     def _log_members(self, manifest: Manifest) -> None:

@@ -212,7 +212,8 @@ def _of_batch(batch: BatchNumbers, snapshot: WaitSnapshot) -> Iterator[_Value]:
     yield declared.MERGE_RATIO, (), batch.merge_ratio
     yield declared.REWARD_MEAN, (), batch.mean_reward
     if snapshot.newest_version is not None and batch.oldest_version is not None:
-        yield declared.STALENESS, (), snapshot.newest_version - batch.oldest_version
+        staleness = snapshot.newest_version - batch.oldest_version
+        yield declared.STALENESS, (), staleness if staleness >= 0 else None
 
 
 def _add(samples: Samples, run: str, values: Iterable[_Value]) -> None:

@@ -194,7 +194,7 @@ class Step:
             num_trajectories, num_groups, num_rows, num_tokens, num_trained_tokens: totals.
             merge_ratio: tokens of the separate turns / tokens of the rows.
             staleness: versions between the newest announced one and the oldest of a trained token;
-                absent if versions are unknown.
+                absent if versions are unknown, or above the newest announced one.
         Over this rank:
             padding_share: 0 to 1, of the positions of its padded forward passes.
             wait_s: seconds without data.
@@ -214,7 +214,9 @@ class Step:
         }
         oldest = [info.oldest_version for info in infos if info.oldest_version is not None]
         if oldest and self._stream.newest_version >= 0:
-            found["staleness"] = self._stream.newest_version - min(oldest)
+            staleness = self._stream.newest_version - min(oldest)
+            if staleness >= 0:
+                found["staleness"] = staleness
         return found
 
     def done(self) -> str:

@@ -18,6 +18,7 @@ from turnstream.generator.encode.group_checks import (
     checked_opening,
     checked_reward,
     checked_tags,
+    require_turns,
 )
 from turnstream.records.events import MAX_EVENT_BYTES, MAX_TURNS, decode_event
 from turnstream.records.turns import decode_turn
@@ -54,8 +55,7 @@ def check_seal(record: bytes, *, key: TrajectoryKey) -> SealedTrajectory:
     """Return the seal of this trajectory from its record; errors as of `check_turn`."""
     seal = event_of(record, SealedTrajectory)
     _check_key(seal.key, expected=key)
-    if not seal.turns:
-        raise InvalidTurnError("turns", "there is none; a trajectory needs at least one")
+    require_turns(len(seal.turns), seal.status)
     checked_reward(seal.reward, awaits_reward=seal.awaits_reward)
     checked_metrics(seal.metrics)
     checked_tags(seal.tags)

@@ -21,8 +21,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from turnstream.errors import InvalidTurnError
-from turnstream.generator.encode.group_checks import checked_key, checked_opening
-from turnstream.types import GroupOpened, Purpose, TrajectoryKey
+from turnstream.generator.encode.group_checks import checked_key, checked_opening, require_turns
+from turnstream.types import GroupOpened, Purpose, Status, TrajectoryKey
 from turnstream.types.names import shown
 from turnstream_server.gateway.rest.bodies import MAX_ITEMS
 from turnstream_server.gateway.rest.ingest.turn_models import (
@@ -176,7 +176,7 @@ class TrajectoryItem(_Member, SealFields):
     prompt_uid: _PromptUid = ""
     purpose: _Purpose = Purpose.TRAIN.value
     turns: Annotated[list[TurnFields], FailFast()] = Field(
-        min_length=1, description="In the order of sampling."
+        description="In the order of sampling. Only a trajectory with status error may have none."
     )
 
     def write(self, item: int) -> Write:
@@ -186,9 +186,9 @@ class TrajectoryItem(_Member, SealFields):
         for number, turn in enumerate(self.turns):
             with named_fields("turns", number):
                 turns.append(turn.checked())
-        return Write(
-            item=item, key=key, group=_group_of(self), first=0, turns=turns, seal=self.seal()
-        )
+        seal = self.seal()
+        require_turns(len(turns), Status(seal.status))
+        return Write(item=item, key=key, group=_group_of(self), first=0, turns=turns, seal=seal)
 
 
 class GroupsBody(Part):

@@ -64,7 +64,7 @@ class StoredTrajectory(NamedTuple):
         name, reason = self.key.readable_name, self.entry.partition(":")[2]
         if self.is_abandoned:
             return FencedError(f"{name} was abandoned: {reason or 'its payload is released'}")
-        if self.released or not self.turns:
+        if self.released or not (self.turns or self.seal):
             message = f"{name} is finished, and its payload is released: {what} is not compared"
             return ReleasedError(message)
         after = f"after {len(self.turns)} turns"

@@ -107,7 +107,12 @@ class Write:
     @property
     def can_open(self) -> bool:
         """Whether it may be the first write of its trajectory."""
-        return self.group is not None and self.first == 0
+        return self.group is not None and (self.first == 0 or self._is_failed_start)
+
+    @property
+    def _is_failed_start(self) -> bool:
+        """Whether it ends a trajectory that failed before its first turn."""
+        return self.first is None and self.seal is not None and self.seal.status is Status.ERROR
 
 
 @contextlib.contextmanager

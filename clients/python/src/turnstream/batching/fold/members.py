@@ -301,11 +301,12 @@ class FoldState:
 def problem_of(sealed: SealedTrajectory, config: BatchingConfig) -> str:
     """Return why a sealed trajectory can be no member of its group; empty if it can.
 
-    One that waits for its reward is judged by its status alone.
+    One that waits for its reward is judged by its status alone. One without a turn has nothing to
+    train, whatever `error_trajectories` is.
     """
+    if not sealed.turns:
+        return status_problem(sealed, config) or "has no turn"
     if sealed.awaits_reward:
         return status_problem(sealed, config)
-    if not sealed.turns:
-        return "has no turn"
     problem = status_problem(sealed, config) or reward_problem(sealed, config)
     return problem or chain_problem(sealed, config) or length_problem(sealed, config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from turnstream.batching.config import BatchingConfig
@@ -63,8 +63,12 @@ _COMPARES_NO_GROUP = ("reinforce_pp", "gae")
 """Estimators whose advantage in a group of one is that in any group."""
 
 
-def plan_warnings(manifest: Manifest, config: BatchingConfig) -> dict[str, str]:
+def plan_warnings(
+    manifest: Manifest, config: BatchingConfig, *, announced: Collection[int] = ()
+) -> dict[str, str]:
     """Return a sentence for each oddity of a batch; none of these is cut, dropped or refused.
+
+    `announced` are the versions that the trainer has announced. A run may announce none.
 
     A group of one is no oddity where the run trains its raw reward, or compares the whole batch.
     Untrained rows are in no denominator; those of trajectories that the run masks are no oddity.
@@ -85,8 +89,20 @@ def plan_warnings(manifest: Manifest, config: BatchingConfig) -> dict[str, str]:
         "rows above max_tokens_per_micro_batch, each in a pass of its own": _num_rows_above(
             manifest, config.budget, longest=longest
         ),
+        "trajectories of versions that were never announced, whose age is not known": (
+            _num_unannounced(manifest, announced) if announced else 0
+        ),
     }
     return {kind: f"{kind}: {count}" for kind, count in counts.items() if count}
+
+
+def _num_unannounced(manifest: Manifest, announced: Collection[int]) -> int:
+    known = {None, *announced}
+    return sum(
+        not {trajectory.oldest_version, trajectory.newest_version} <= known
+        for group in manifest.groups
+        for trajectory in group.trajectories
+    )
 
 
 def _num_untrained_rows(manifest: Manifest) -> int:

@@ -294,7 +294,8 @@ class TrajectoryWriter(TrajectoryWriterBase[ThreadSender, Receipt]):
             reward: outcome of the whole episode; None if the turns or the components carry it.
             reward_components: named rewards.
             status: how the episode ended; None takes the status of the last turn. A run excludes
-                "error" by default, see `BatchingConfig.error_trajectories`.
+                "error" by default, see `BatchingConfig.error_trajectories`. A failed start, with
+                the status "error", needs no turn. It is never trained.
             sampling: parameters such as temperature.
             tags: labels, at most 64; each batch counts the trajectories of every value.
             metrics: finite numbers, at most 64; each batch has their means and extremes.
@@ -302,7 +303,8 @@ class TrajectoryWriter(TrajectoryWriterBase[ThreadSender, Receipt]):
                 by any process. The group waits for it.
 
         Raises:
-            InvalidTurnError: a value is wrong, or there is no turn; the trajectory is still open.
+            InvalidTurnError: a value is wrong, or the turn is missing; the trajectory is still
+                open.
             TurnstreamError: the error of a write of this trajectory.
         """
         self._sender.run(

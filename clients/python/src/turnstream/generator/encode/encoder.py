@@ -117,9 +117,8 @@ class TrajectoryDraft:
         Raises:
             InvalidTurnError: a value is wrong, there is no turn, or the seal is too large.
         """
-        if not self._shapes:
-            raise InvalidTurnError("turns", "there is none; a trajectory needs at least one")
         status = group_checks.checked_status(status)
+        group_checks.require_turns(len(self._shapes), status)
         awaits_reward = flag(awaits_reward, field="awaits_reward")
         reward = group_checks.checked_reward(reward, awaits_reward=awaits_reward)
         components = named_numbers(reward_components, field="reward_components")

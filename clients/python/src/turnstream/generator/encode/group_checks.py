@@ -155,6 +155,12 @@ def checked_status(status: Status | str) -> Status:
     return _choice(Status, status, field="status")
 
 
+def require_turns(num_turns: int, status: Status) -> None:
+    """Refuse the end of a trajectory without a turn, unless it failed before its first one."""
+    if not num_turns and status is not Status.ERROR:
+        raise InvalidTurnError("turns", "there is none; only status='error' needs no turn")
+
+
 def _check_labels(values: Mapping[str, Any], *, field: str) -> None:
     if len(values) > _MAX_LABELS:
         raise InvalidTurnError(field, f"has {len(values)} names, more than {_MAX_LABELS}")
