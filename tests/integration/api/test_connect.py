@@ -60,6 +60,9 @@ def test_unknown_setting_is_refused_with_the_nearest_name(service: Any, new_name
         service.create_run(new_name, estimator="grpo")
 
     assert new_name not in service.runs()
+    run = service.create_run(new_name, batch_groups=1)
+    with pytest.raises(InvalidConfigError, match=r"max_stalenes: .*did you mean max_staleness"):
+        run.revise(from_step=3, max_stalenes=2)
 
 
 def test_run_with_other_settings_is_not_opened(service: Any, new_name: str) -> None:

@@ -87,6 +87,13 @@ async def test_reward_of_a_trajectory_that_left_the_ledger_is_late(short: Any) -
     assert await short.client.exists(short.keys.rewards) == 0
 
 
+async def test_reward_of_a_sample_that_a_decided_group_never_had_is_refused(short: Any) -> None:
+    await live_until(short, "planned")
+    async with short.unchanged():
+        with pytest.raises(ConflictError, match="a/9/0 was never opened"):
+            await short.post_reward("a", 9, 1.0)
+
+
 async def test_reward_of_an_unknown_trajectory_is_refused(short: Any) -> None:
     await live_until(short, "folded")
     await short.open("b")

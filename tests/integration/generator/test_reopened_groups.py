@@ -84,18 +84,33 @@ def test_restarted_generator_writes_only_the_unfinished_samples(store: Store, wr
     assert store.read(run).states() == SEALED
 
 
-def test_half_written_sample_is_abandoned_with_a_warning(
-    store: Store, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("again", ["", "half", "sealed"])
+def test_half_written_sample_starts_again_with_the_next_attempt(
+    store: Store, caplog: pytest.LogCaptureFixture, again: str
 ) -> None:
     run = store.new_run()
     killed_generator(store.url, run, writer="gen-0", half="half")
+    if again:  # the second process ends without leaving the group
+        with Publisher(store.url, run, writer="gen-0") as publisher:
+            first, _ = publisher.group("g", 3, exist_ok=True).__enter__()
+            first.append(ids("ab"), ids("d"))
+            if again == "sealed":
+                first.seal(1.0)
 
     with Publisher(store.url, run, writer="gen-0") as publisher:
         written = write_rest(publisher)
 
-    assert written == [2]
-    assert store.read(run).ledger()["g/1/0"] == "abandoned:left half-written by an earlier process"
-    assert "group g: sample 1 is abandoned" in caplog.text
+    half = "abandoned:left half-written by an earlier process"
+    ledger = store.read(run).ledger()
+    assert written == ([2] if again == "sealed" else [1, 2])
+    assert [ledger["g/1/0"], ledger["g/1/1"]] == [
+        half,
+        half if again == "half" else "sealed:1",
+    ]
+    assert [name for name, state in store.read(run).states().items() if state == "sealed"] == [
+        *("g/0/0", "g/2/0", "g/1/2" if again == "half" else "g/1/1")
+    ]
+    assert "group g: sample 1 starts again" in caplog.text
 
 
 def test_samples_of_a_living_generator_stay_with_it(store: Store) -> None:

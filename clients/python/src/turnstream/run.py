@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import redis
 
 from turnstream.batching.config import BatchingConfig
+from turnstream.batching.config.from_settings import with_settings
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.client.connection import connect
 from turnstream.store.run import runs
@@ -149,10 +149,10 @@ class Run:
         """Change settings from a step on; return the number of the revision.
 
         Raises:
-            InvalidConfigError: names a setting that cannot change, or not to this value.
+            InvalidConfigError: a setting is unknown, or cannot have this value.
             ConflictError: the step is planned.
         """
-        config = dataclasses.replace(self.config, **settings)
+        config = with_settings(self.config, settings)
         return revise_config(self._client, self._id, config, from_step=from_step)
 
     def pause(self, reason: str = "") -> bool:

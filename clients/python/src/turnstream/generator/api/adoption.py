@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from turnstream.batching.merge.merged_extras import whole_extras
@@ -30,7 +30,7 @@ _APPEND = Script("append", "turnstream.generator.outbox")
 _POST_SEALED = Script("post_sealed", "turnstream.generator.outbox")
 _logger = logging.getLogger(__name__)
 
-_HALF_WRITTEN: Final = "left half-written by an earlier process"
+HALF_WRITTEN: Final = "left half-written by an earlier process"
 _POLL_S: Final = 1.0
 """Seconds between two attempts to adopt the samples of another writer."""
 
@@ -125,12 +125,15 @@ class Reopened(NamedTuple, Generic[_Writer]):
     """The unfinished samples of a group that an earlier process opened.
 
     Attributes:
-        unopened: samples that no generator has opened.
+        unopened: attempt to open, by sample.
         writers: writers of adopted samples without turns, by sample.
+        halves: writers of half-written attempts. Another attempt of the sample replaces each; the
+            group stays open for it until the half is abandoned.
     """
 
-    unopened: Sequence[int]
+    unopened: dict[int, int]
     writers: dict[int, _Writer]
+    halves: list[_Writer]
 
 
 async def adopt_unfinished(
@@ -138,40 +141,58 @@ async def adopt_unfinished(
     unfinished: Unfinished,
     *,
     is_written_here: Callable[[int], bool],
-    adopt: Callable[[int], Awaitable[_Writer]],
+    adopt: Callable[[int, int], Awaitable[_Writer]],
 ) -> Reopened[_Writer]:
-    """Adopt the open samples of a group, and abandon those that are half-written.
+    """Adopt the open samples of a group; those that are half-written are tried again.
 
     Leases of another writer are awaited. A sample is left to its writer if that renews the lease.
     """
-    reopened = Reopened[_Writer](unfinished.unopened, {})
-    left_s = {sample: math.inf for sample in unfinished.open if not is_written_here(sample)}
+    reopened = Reopened[_Writer](dict.fromkeys(unfinished.unopened, 0), {}, [])
+    left_s = {(sample, 0): math.inf for sample in unfinished.open if not is_written_here(sample)}
     while left_s:
-        for sample, before_s in [*left_s.items()]:
+        for attempt, before_s in [*left_s.items()]:
             try:
-                writer = await adopt(sample)
+                writer = await adopt(*attempt)
             except (ConflictError, FencedError) as error:
                 lease_s = error.retry_after_s
                 if lease_s is None or lease_s > before_s:
-                    del left_s[sample]
+                    del left_s[attempt]
                     continue
                 if before_s == math.inf:
                     _logger.info(
                         "group %s: sample %d belongs to another writer; its lease ends in %.0f s "
                         "unless it is renewed",
-                        *(group_id, sample, lease_s),
+                        *(group_id, attempt[0], lease_s),
                     )
-                left_s[sample] = lease_s
+                left_s[attempt] = lease_s
                 continue
-            del left_s[sample]
-            if writer.turns:
-                writer.abandon(_HALF_WRITTEN)
-                _logger.warning(
-                    "group %s: sample %d is abandoned: an earlier process left it with %d turns, "
-                    "no seal",
-                    *(group_id, sample, len(writer.turns)),
-                )
-            else:
-                reopened.writers[sample] = writer
+            del left_s[attempt]
+            following = _take(writer, reopened, unfinished.again)
+            if following is not None:
+                left_s[following] = math.inf
         await asyncio.sleep(min(_POLL_S, max(left_s.values(), default=0.0)))
     return reopened
+
+
+def _take(
+    writer: _Writer, reopened: Reopened[_Writer], again: Mapping[int, tuple[int, str]]
+) -> tuple[int, int] | None:
+    """Sort an adopted attempt into `reopened`; return the later attempt to adopt, if there is one.
+
+    An attempt with turns is half-written: its episode cannot go on, so the next one starts again.
+    """
+    key = writer.key
+    if not writer.turns:
+        reopened.writers[key.sample] = writer
+        return None
+    reopened.halves.append(writer)
+    last, state = again.get(key.sample, (0, ""))
+    if last > key.attempt and state == "open":
+        return key.sample, last
+    if last <= key.attempt or state == "abandoned":
+        reopened.unopened[key.sample] = max(last, key.attempt) + 1
+        _logger.warning(
+            "group %s: sample %d starts again: an earlier process left it with %d turns, no seal",
+            *(key.group_id, key.sample, len(writer.turns)),
+        )
+    return None

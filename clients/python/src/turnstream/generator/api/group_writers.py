@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
 from turnstream.errors import ConflictError, RejectedError
-from turnstream.generator.api.adoption import Reopened
+from turnstream.generator.api.adoption import HALF_WRITTEN, Reopened
 from turnstream.generator.api.trajectory_writers import (
     AsyncTrajectoryWriter,
     TrajectoryWriter,
@@ -55,6 +55,7 @@ class GroupWriterBase(Generic[_Sender, _Writer]):
         self._is_open = False
         self._lanes: dict[int, Lane] = {}
         self._writers: dict[int, _Writer] = {}
+        self._halves: list[_Writer] = []
 
     def trajectory(self, sample: int) -> _Writer:
         """Return the writer of one sample, which is open; the same writer for the same sample.
@@ -64,7 +65,7 @@ class GroupWriterBase(Generic[_Sender, _Writer]):
             RejectedError: the group was not entered, or the sample is finished already.
         """
         group_id = self._group.group_id
-        key = checked_key(TrajectoryKey(group_id, sample), num_samples=self._group.num_samples)
+        checked_key(TrajectoryKey(group_id, sample), num_samples=self._group.num_samples)
         writer = self._writers.get(sample)
         if writer is None:
             if not self._is_open:
@@ -73,7 +74,8 @@ class GroupWriterBase(Generic[_Sender, _Writer]):
                 raise RejectedError(
                     f"sample {sample} of group {group_id!r} is finished, or has another generator"
                 )
-            writer = self._make_writer(self._group, key, self._lanes[sample])
+            lane = self._lanes[sample]
+            writer = self._make_writer(self._group, lane.key, lane)
             self._writers[sample] = writer
         return writer
 
@@ -88,7 +90,7 @@ class GroupWriterBase(Generic[_Sender, _Writer]):
     async def _enter(self) -> None:
         """Open all samples, or those that a group which may exist still needs."""
         if self._reopen is None:
-            await self._open(range(self._group.num_samples))
+            await self._open(dict.fromkeys(range(self._group.num_samples), 0))
             return
         try:
             await self._open_rest(await self._reopen(self._group))
@@ -97,19 +99,20 @@ class GroupWriterBase(Generic[_Sender, _Writer]):
 
     async def _open_rest(self, reopened: Reopened[_Writer]) -> None:
         self._writers = dict(reopened.writers)
+        self._halves = reopened.halves
         await self._open(reopened.unopened)
 
-    async def _open(self, samples: Sequence[int]) -> None:
-        """Request the admission of these samples, all at once, and wait for it."""
+    async def _open(self, attempts: Mapping[int, int]) -> None:
+        """Request the admission of these attempts by sample, all at once, and wait for it."""
         group, opened = self._group, self._sender.loop_receipt()
-        members = [TrajectoryKey(group.group_id, sample) for sample in samples]
+        members = [TrajectoryKey(group.group_id, *attempt) for attempt in attempts.items()]
         self._is_open = True
         if not members:
             return
         lanes = self._sender.put(
             lambda: self._outbox.admissions.request(group, members, opened=opened)
         )
-        self._lanes = dict(zip(samples, lanes, strict=True))
+        self._lanes = dict(zip(attempts, lanes, strict=True))
         try:
             await opened
         except BaseException as error:
@@ -126,6 +129,9 @@ class GroupWriterBase(Generic[_Sender, _Writer]):
                 reason = _NOT_STARTED if error is None and not is_started else reason_of(error)
                 writer.abandon(reason)
                 unsealed.append(sample)
+        for half in self._halves if self._sender.process.is_here else ():
+            half.abandon(HALF_WRITTEN)
+        self._halves = []
         if unsealed and error is None:
             warn_unsealed(self._group.group_id, unsealed)
 

@@ -123,9 +123,10 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
             purpose: "train", or "eval" for a group that waits for bytes alone and is never trained.
             exist_ok: accept a group that was opened before, and iterate over its unfinished
                 samples only. So a restarted generator can iterate over its prompts again. A sample
-                that an earlier process left with turns and without a seal is abandoned. Samples of
-                another writer are adopted when their lease ends (at most `lease_s` of the run), or
-                left to that writer if it renews the lease. A publisher with the same `writer` as
+                that an earlier process left with turns and without a seal starts again: its writer
+                has the next `attempt`, and the group waits for it. Samples of another writer are
+                adopted when their lease ends (at most `lease_s` of the run), or left to that
+                writer if it renews the lease. A publisher with the same `writer` as
                 before does not wait.
 
         Raises:
@@ -257,7 +258,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         return self._writer(group, key, lane, adopted.turns)
 
     async def _reopen(self, group: GroupOpened) -> Reopened[_Writer]:
-        """Return the unfinished samples of a group that may exist, those without turns adopted."""
+        """Return the unfinished samples of a group that may exist; the open ones are adopted."""
         calls = self._calls(f"group {group.group_id} was not read")
         run = await self._found(calls)
         reply = await calls.run(read_group_command(run, group))
@@ -270,7 +271,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
             group.group_id,
             parse_unfinished(reply, num_samples=group.num_samples),
             is_written_here=is_written_here,
-            adopt=lambda sample: self._adopt(TrajectoryKey(group.group_id, sample)),
+            adopt=lambda *attempt: self._adopt(TrajectoryKey(group.group_id, *attempt)),
         )
 
     async def _post_reward(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from turnstream.store.client import keys
@@ -29,10 +29,12 @@ class Unfinished(NamedTuple):
     Attributes:
         unopened: samples that no generator has opened, in order.
         open: samples that a generator has opened and not ended, in order.
+        again: number and state of the last attempt of open samples that were tried again.
     """
 
     unopened: Sequence[int]
     open: Sequence[int]
+    again: Mapping[int, tuple[int, str]]
 
 
 def group_size(
@@ -88,14 +90,16 @@ def parse_unfinished(reply: Sequence[bytes], *, num_samples: int) -> Unfinished:
     """Return the unfinished samples of a group, from the reply of the script read_group.
 
     >>> parse_unfinished([b"new"], num_samples=2)
-    Unfinished(unopened=[0, 1], open=[])
-    >>> parse_unfinished([b"open", b"sealed", b"open", b""], num_samples=3)
-    Unfinished(unopened=[2], open=[1])
+    Unfinished(unopened=[0, 1], open=[], again={})
+    >>> parse_unfinished([b"open", b"sealed", b"open", b"", b"open:2:sealed"], num_samples=4)
+    Unfinished(unopened=[2], open=[1, 3], again={3: (2, 'sealed')})
     """
     state, *samples = [word.decode() for word in reply]
     if state == "new":
-        return Unfinished([*range(num_samples)], [])
+        return Unfinished([*range(num_samples)], [], {})
+    parts = [word.split(":") for word in samples]
     return Unfinished(
-        [sample for sample, word in enumerate(samples) if word == ""],
-        [sample for sample, word in enumerate(samples) if word == "open"],
+        [sample for sample, (word, *_) in enumerate(parts) if word == ""],
+        [sample for sample, (word, *_) in enumerate(parts) if word == "open"],
+        {sample: (int(part[1]), part[2]) for sample, part in enumerate(parts) if len(part) > 1},
     )

@@ -52,18 +52,19 @@ end
 
 -- include: finished_names.lua
 
-local function is_group_over()
-  local group = string.match(ARGV[1], '^[^/]*')
-  local entry = redis.call('HGET', GROUPS, group)
-  if entry then
-    return not MAY_CHANGE[string.match(entry, ':(.*)$')]
+-- Whether a trajectory that the ledger does not have may have been there before.
+local function may_have_left()
+  local group, sample = string.match(ARGV[1], '^([^/]*)/(%d+)')
+  local num_samples, state = string.match(redis.call('HGET', GROUPS, group) or '', '^(%d+):(.*)$')
+  if state then
+    return not MAY_CHANGE[state] and tonumber(sample) < tonumber(num_samples)
   end
   return is_finished_name(group)
 end
 
 local entry = redis.call('HGET', KEYS[1], ARGV[1])
 if not entry then
-  if not is_group_over() then
+  if not may_have_left() then
     return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' was never opened')
   end
   redis.call('HINCRBY', KEYS[2], 'late_rewards', 1)

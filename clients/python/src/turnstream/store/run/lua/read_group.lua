@@ -9,7 +9,8 @@
 -- Arguments: ARGV[1] group name    ARGV[2] num_samples
 -- Reply: {state of the group: "new" if it was never opened, "over" if it is finished and released,
 --         else as in KEYS[2]; then, of a group that is open, the state of the first attempt of each
---         sample, empty if it is not open}
+--         sample, empty if it was never opened. An open sample that was tried again has
+--         "open:<number of its last attempt>:<state of that attempt>"}
 -- Errors:
 --   NORUN     no such run
 --   CONFLICT  the group was opened with another num_samples
@@ -39,7 +40,20 @@ local ids = {}
 for sample = 0, samples - 1 do
   ids[#ids + 1] = ARGV[1] .. '/' .. sample .. '/0'
 end
-for _, entry in ipairs(read_sliced('HMGET', KEYS[3], ids)) do
-  reply[#reply + 1] = entry and string.match(entry, '^[^:]*') or ''
+
+local function last_attempt(sample)
+  local last, state = 0, nil
+  while true do
+    local entry = redis.call('HGET', KEYS[3], ARGV[1] .. '/' .. sample .. '/' .. last + 1)
+    if not entry then
+      return last > 0 and ':' .. last .. ':' .. state or ''
+    end
+    last, state = last + 1, string.match(entry, '^[^:]*')
+  end
+end
+
+for i, entry in ipairs(read_sliced('HMGET', KEYS[3], ids)) do
+  local state = entry and string.match(entry, '^[^:]*') or ''
+  reply[#reply + 1] = state == 'open' and state .. last_attempt(i - 1) or state
 end
 return reply
