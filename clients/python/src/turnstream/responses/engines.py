@@ -107,8 +107,8 @@ def from_sglang(
     `writer.append(**turnstream.from_sglang(response, prompt_ids=input_ids))`
 
     Args:
-        response: the JSON of one response, or a list of several. Of a stream, the last response: it
-            has all tokens, unless the server runs with --incremental-streaming-output.
+        response: the JSON of one response, or a list of several. The last response of a stream has
+            all tokens, unless the server runs with --incremental-streaming-output.
         prompt_ids: the `input_ids` of the request. The response does not have them.
         index: position in the list, where the request sampled several (n > 1).
         policy_version: version of the weights, for a response whose `weight_version` is no number.

@@ -179,7 +179,7 @@ def _take(
 ) -> tuple[int, int] | None:
     """Sort an adopted attempt into `reopened`; return the later attempt to adopt, if there is one.
 
-    An attempt with turns is half-written: its episode cannot go on, so the next one starts again.
+    An attempt with turns is half-written: the next attempt starts its episode again.
     """
     key = writer.key
     if not writer.turns:
