@@ -8,6 +8,7 @@ model        hash    the record of a model, see `models.py`, and its position in
                      the missing number and since when, server ms; epoch, worker, lease_ms, the
                      worker that runs it until then, leased_ms, the length of its lease; covered,
                      checkpoint, the newest number that a durable checkpoint covers, and its name;
+                     swept, the newest number whose content is deleted;
                      last_request_ms; ended, the reason of its end
 commands     hash    number -> `<kind> <fingerprint of its content>`; `missing` for a number that
                      never arrived

@@ -351,8 +351,10 @@ class ModelLog:
 
         Their contents are deleted. A worker that acquires the log begins with this checkpoint.
         """
-        keys = self._keys
-        self._call(_COVER, [keys.model, keys.bodies, keys.passes], number, checkpoint)
+        keys, left = self._keys, 1
+        while left:
+            found = self._call(_COVER, [keys.model, keys.bodies, keys.passes], number, checkpoint)
+            _, left = found
 
     def _changing(self, numbers: range) -> dict[int, CommandKind]:
         """Return the kinds of the commands among these numbers that were run, and not in vain."""

@@ -116,6 +116,15 @@ def encode_key(key: ApiKey) -> bytes:
     return json.dumps(values, separators=(",", ":"), sort_keys=True).encode()
 
 
+def encoded_name(name: str) -> bytes:
+    """Return the name of a key as `encode_key` writes it, with the name of the field.
+
+    >>> encoded_name("team")
+    b'"name":"team"'
+    """
+    return f'"name":{json.dumps(name)}'.encode()
+
+
 def decode_key(key_id: str, stored: bytes) -> ApiKey:
     """Return the key of `encode_key`; CorruptRecordError for other bytes."""
     try:

@@ -20,6 +20,7 @@ from turnstream_server.keys.records import (
     Role,
     decode_key,
     encode_key,
+    encoded_name,
     key_id_of,
     new_secret,
 )
@@ -74,7 +75,9 @@ def create_key(
         expires_ms=None if expires_s is None else now_ms + round(expires_s * 1000),
         limits=limits,
     )
-    (outcome,) = run_command(client, _CREATE((KEYS,), key.key_id, encode_key(key), name))
+    (outcome,) = run_command(
+        client, _CREATE((KEYS,), key.key_id, encode_key(key), name, encoded_name(name))
+    )
     if outcome != b"created":
         raise ConflictError(f"there is a key {name!r}: revoke it first, or choose another name")
     return secret

@@ -156,10 +156,8 @@ async def _post_seals(client: redis.asyncio.Redis, run: str, ids: Sequence[str])
             turns = keys.trajectory_keys(run, name).turns
             pipeline.execute_command("XREVRANGE", turns, "+", "-", "COUNT", 1)
         last_entries: list[Any] = await pipeline.execute()
-    arguments: list[Any] = []
     for (name, (_, epoch, writer)), entries in zip(sealed, last_entries, strict=True):
         if entries:  # none, where a disk lost them
             seal = entries[0][1][b"r"]
-            arguments += (name, lease_of_seal(int(epoch), writer.decode(), seal), seal)
-    if arguments:
-        await run_command_async(client, _POST_SEALED(keys.run_keys(run).of_post_sealed, *arguments))
+            words = (name, lease_of_seal(int(epoch), writer.decode(), seal), seal)
+            await run_command_async(client, _POST_SEALED(keys.run_keys(run).of_post_sealed, *words))

@@ -10,6 +10,7 @@
 
 -- include: check_worker.lua
 -- include: skip_finished.lua
+-- include: turnstream.store.run/slices.lua
 
 local submitted = tonumber(state[4])
 first = skip_finished(KEYS[1], KEYS[4], first)
@@ -28,15 +29,25 @@ if not entry then
   if left > 0 then
     return {'gap', first, left}
   end
-  local reply = {'lost', first}
+  local reply, failed, results, missing = {'lost', first}, {}, {}, {}
+  local result = ARGV[6] .. first .. ARGV[7]
   for number = first, submitted do
     if redis.call('HEXISTS', KEYS[4], number) == 0 then
-      redis.call('HSETNX', KEYS[2], number, 'missing')
-      redis.call('HSET', KEYS[4], number, ARGV[6] .. first .. ARGV[7])
-      redis.call('HDEL', KEYS[3], number)
-      table.insert(reply, number)
+      reply[#reply + 1] = number
+      failed[#failed + 1] = number
+      results[#results + 1] = number
+      results[#results + 1] = result
     end
   end
+  for i, command in ipairs(read_sliced('HMGET', KEYS[2], failed)) do
+    if not command then
+      missing[#missing + 1] = failed[i]
+      missing[#missing + 1] = 'missing'
+    end
+  end
+  write_sliced('HSET', KEYS[2], missing)
+  write_sliced('HSET', KEYS[4], results)
+  write_sliced('HDEL', KEYS[3], failed)
   redis.call('HSET', KEYS[1], 'next', submitted + 1)
   return reply
 end

@@ -11,6 +11,7 @@
 -- Reply:     ms for which late writers are fenced; 0 where the deletion was done before
 -- Errors:    NORUN  no such run
 
+local MOST_REVISIONS = 256  -- the newest in force; no writer has a lease of an earlier one
 local DELETED, WAKE, LEDGER, DOOMED, FRONTIER, CONFIG, INCARNATION = unpack(KEYS)
 local fence_ms = redis.call('HGET', DELETED, 'fence_ms')
 if not fence_ms and redis.call('EXISTS', FRONTIER, CONFIG) == 0 then
@@ -24,12 +25,11 @@ if fence_ms then
   return redis.call('PTTL', DELETED) == -1 and tonumber(fence_ms) or 0
 end
 fence_ms = tonumber(ARGV[1])
-local config = redis.call('HGETALL', CONFIG)
-for i = 1, #config, 2 do
-  if string.match(config[i], '^%d+$') then
-    local lease_s = cjson.decode(config[i + 1]).lease_s or 60
-    fence_ms = math.max(fence_ms, math.floor(ARGV[2] * lease_s * 1000))
-  end
+local newest = tonumber(redis.call('HGET', CONFIG, 'newest') or 0)
+for revision = math.max(1, newest - MOST_REVISIONS + 1), newest do
+  local stored = redis.call('HGET', CONFIG, string.format('%.0f', revision))
+  local lease_s = stored and cjson.decode(stored).lease_s or 60
+  fence_ms = math.max(fence_ms, math.floor(ARGV[2] * lease_s * 1000))
 end
 -- include: turnstream_server.bus.leadership/server_time.lua
 

@@ -103,12 +103,15 @@ if step > 0 then
   kept[#kept + 1] = step
 end
 -- include: turnstream_server.bus.leadership/server_time.lua
+-- include: turnstream.store.run/slices.lua
 
 local now_ms = now_text()
+local undone_times = {}
 for undone = step + 1, stepped do
-  redis.call('HDEL', TIMES, string.format('stepped:%.0f', undone),
-    string.format('committed:%.0f', undone))
+  undone_times[#undone_times + 1] = string.format('stepped:%.0f', undone)
+  undone_times[#undone_times + 1] = string.format('committed:%.0f', undone)
 end
+write_sliced('HDEL', TIMES, undone_times)
 if step > 0 then
   redis.call('HSETNX', TIMES, string.format('committed:%.0f', step), now_ms)
 end

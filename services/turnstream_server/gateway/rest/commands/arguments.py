@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from turnstream.batching.config.values import LARGEST_GROUP
 from turnstream.errors import RecordError
 from turnstream.generator.encode.group_checks import checked_key
+from turnstream.generator.outbox.calls import MAX_ROUND_TURNS
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.store.client.keys import decode_name, encode_name, parse_trajectory_id
 from turnstream.store.run.groups import group_size
@@ -76,6 +77,8 @@ def of_append(place: Place, args: Arguments) -> None:
         if not records:
             raise RecordError("a seal is announced, and no record follows")
         check_seal(records.pop(), key=place.trajectory)
+    if len(records) > MAX_ROUND_TURNS:
+        raise RecordError(f"a call appends {len(records)} turns, at most {MAX_ROUND_TURNS}")
     for record in records:
         check_turn(record, index=index)
         index += 1

@@ -54,6 +54,9 @@ _FIRST_WORDS: Final[Sequence[Sequence[Argument]]] = (
 MAX_ROUND_BYTES: Final = 1 << 20
 """Enough to hide the round trip, and small in the server's buffers."""
 
+MAX_ROUND_TURNS: Final = 1_000
+"""Turns of one call, which blocks the store."""
+
 _RUN_ID = re.compile(rb"\brun_id:(\w+)")
 
 
@@ -214,7 +217,8 @@ def num_sendable(lane: Lane) -> tuple[int, int]:
     num_turns = 0
     num_bytes = 0
     for turn, _, _ in lane.pending:
-        if num_turns and num_bytes + len(turn.record) > MAX_ROUND_BYTES:
+        is_full = num_bytes + len(turn.record) > MAX_ROUND_BYTES or num_turns == MAX_ROUND_TURNS
+        if num_turns and is_full:
             break
         num_turns += 1
         num_bytes += len(turn.record)

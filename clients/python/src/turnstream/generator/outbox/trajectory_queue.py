@@ -16,6 +16,7 @@ from turnstream.store.run.budget import FIRST_BYTES
 from turnstream.types import GroupOpened, TrajectoryKey
 
 _MAX_SEALS: Final = 256  # a script can unpack some thousand values, not more
+_MAX_SEAL_BYTES: Final = 1 << 20  # of one call, which blocks the store; one seal may be longer
 
 
 class PendingTurn(NamedTuple):
@@ -198,7 +199,14 @@ class Queues:
 
     def take_seals(self) -> list[Lane]:
         """Remove and return the lanes whose seals the next round posts."""
-        return [self.seals.popleft() for _ in range(min(len(self.seals), _MAX_SEALS))]
+        lanes: list[Lane] = []
+        num_bytes = 0
+        while self.seals and len(lanes) < _MAX_SEALS:
+            num_bytes += len(self.seals[0].seal_record)
+            if lanes and num_bytes > _MAX_SEAL_BYTES:
+                break
+            lanes.append(self.seals.popleft())
+        return lanes
 
     def take_payload(self) -> Lane | None:
         """Remove and return the next lane with something to send; None if there is none."""

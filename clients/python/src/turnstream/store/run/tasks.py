@@ -30,6 +30,9 @@ _MAX_BYTES_PER_CALL: Final = 1_000_000
 _FIRST_LIMIT: Final = 2**53
 """Limit of the numbers of prompts: the store counts them in floats of 64 bits."""
 
+MAX_PAYLOAD_BYTES: Final = 4 << 20
+"""Bytes of the payload of one prompt: the store copies them for each generator that reads it."""
+
 MOST_PASSED: Final = 256
 """Tasks over which idle writers are spread, at most."""
 
@@ -60,6 +63,9 @@ class Prompt:
         _check_uid(self.prompt_uid)
         if not isinstance(self.payload, bytes):
             raise InvalidTurnError("payload", f"{shown(self.payload)} is not bytes")
+        if len(self.payload) > MAX_PAYLOAD_BYTES:
+            message = f"has {len(self.payload)} bytes, more than {MAX_PAYLOAD_BYTES}"
+            raise InvalidTurnError("payload", message)
         for field, least in (("num_samples", 1), ("num_needed", 0)):
             whole_number(getattr(self, field), field=field, least=least, limit=LARGEST_GROUP + 1)
         if self.num_needed > self.num_samples:

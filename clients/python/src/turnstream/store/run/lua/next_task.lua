@@ -47,23 +47,28 @@ local function wait(kind, why)
   return {kind, last and last[1] or '0-0', why}
 end
 
+local function refill_of(id, samples)
+  local name = string.match(id, '^[^/]*')
+  local needed, uid = string.match(redis.call('HGET', MEMBERS, name) or '', '^(%d+):%d+:%d+:(.*)$')
+  local number = redis.call('HGET', TASKS, name) or '0'
+  local _, _, _, payload = prompt(number)
+  return {'TASK', number, name, samples, needed or samples, uid or '', payload, id}
+end
+
 local function next_refill()
-  local tasks = {}
+  local open = {}
   for _, id in ipairs(redis.call('ZRANGE', REFILLS, 0, MOST_LISTED - 1)) do
-    local name = string.match(id, '^[^/]*')
-    local samples, state = string.match(redis.call('HGET', GROUPS, name) or '', '^(%d+):(.*)$')
+    local entry = redis.call('HGET', GROUPS, string.match(id, '^[^/]*')) or ''
+    local samples, state = string.match(entry, '^(%d+):(.*)$')
     if state == 'open' and redis.call('HEXISTS', LEDGER, id) == 0 then
-      local needed, uid = string.match(
-        redis.call('HGET', MEMBERS, name) or '', '^(%d+):%d+:%d+:(.*)$')
-      local number = redis.call('HGET', TASKS, name) or '0'
-      local _, _, _, payload = prompt(number)
-      tasks[#tasks + 1] = {'TASK', number, name, samples, needed or samples, uid or '', payload, id}
+      open[#open + 1] = {id, samples}
     end
-    if #tasks > num_passed then
+    if #open > num_passed then
       break
     end
   end
-  return tasks[num_passed % math.max(1, #tasks) + 1]
+  local chosen = open[num_passed % math.max(1, #open) + 1]
+  return chosen and refill_of(chosen[1], chosen[2])
 end
 
 -- Number of the next prompt; else a reply that says why there is none.

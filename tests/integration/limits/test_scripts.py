@@ -1,0 +1,93 @@
+"""Limits multiplied: no accepted call of a script stops the store for more than 50 ms.
+
+Each call has the largest accepted input of all arguments at once, against a store at its limits.
+The store time is the CPU time of the server's own thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import redis
+
+from testkit.worst_calls import CONSTANT, WORST, has_loop, script_names
+from testkit.worst_calls.store import LimitStore
+from turnstream.store.client.scripts import Command, run_command
+
+pytestmark = pytest.mark.redis
+
+BOUND_MS: Final = 50.0
+TRIES: Final = 3
+"""Measurements, of which the shortest counts: other processes use the caches of a busy machine."""
+
+LOOPS: Final = 100_000
+REFERENCE_MS: Final = 40.0
+"""CPU time of REFERENCE on the machine for which the bound is."""
+
+REFERENCE: Final = f"for i = 1, {LOOPS} do redis.call('HGET', KEYS[1], i) end"
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def bound_ms(server: Any) -> float:
+    """The bound on this machine: more on a slower one than that of the reference."""
+    with redis.Redis.from_url(server.url) as client:
+        spent: list[float] = []
+        for _ in range(TRIES):
+            before = cpu_ms(client)
+            client.eval(REFERENCE, 1, "reference")
+            spent.append(cpu_ms(client) - before)
+    return BOUND_MS * max(1.0, min(spent) / REFERENCE_MS)
+
+
+def test_every_script_has_its_most_expensive_call_or_a_reason() -> None:
+    missing = script_names() - {*WORST, *CONSTANT}
+    unknown = {*WORST, *CONSTANT} - script_names()
+    hidden = {name for name in CONSTANT if has_loop(name)}
+
+    assert not missing, f"add the most expensive accepted call of {missing} to testkit/worst_calls"
+    assert not unknown, f"testkit/worst_calls has entries of {unknown}, which are no scripts"
+    assert not hidden, f"{hidden} loop: testkit/worst_calls needs their most expensive call"
+    assert not WORST.keys() & CONSTANT.keys()
+    assert all(CONSTANT.values())
+
+
+@pytest.mark.parametrize("name", sorted(WORST))
+def test_most_expensive_call_stays_below_the_bound(
+    client: redis.Redis,
+    bound_ms: float,
+    record_property: Callable[[str, object], None],
+    name: str,
+) -> None:
+    spent: list[list[float]] = []
+    for _ in range(TRIES):
+        store = LimitStore(client, f"worst-{next(_numbers)}")
+        commands = WORST[name](store)
+        assert {each.script.name for each in commands} == {name}
+        spent.append([store_ms(client, each) for each in commands])
+        client.flushall()
+        if max(spent[-1]) < bound_ms:
+            break
+
+    shortest = [min(times) for times in zip(*spent, strict=True)]
+    record_property("store_ms", shortest)
+    assert max(shortest) < bound_ms, f"{name} stops the store for {shortest} ms"
+
+
+def store_ms(client: redis.Redis, command: Command) -> float:
+    """Return the CPU time of a call in the server; it must be accepted."""
+    client.script_load(command.script.source)
+    before = cpu_ms(client)
+    run_command(client, command)
+    return cpu_ms(client) - before
+
+
+def cpu_ms(client: redis.Redis) -> float:
+    """Return the CPU time of the thread of the server that runs commands."""
+    found: Any = client.info("cpu")
+    seconds = found["used_cpu_user_main_thread"] + found["used_cpu_sys_main_thread"]
+    return seconds * 1_000

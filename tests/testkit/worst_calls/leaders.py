@@ -1,0 +1,317 @@
+"""The most expensive calls of the leader of a run."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from testkit.worst_calls.generators import BUCKET, GROUP, LARGE, opened
+from testkit.worst_calls.store import (
+    NAME,
+    REASON,
+    Build,
+    LimitStore,
+    groups_of,
+    ids_of,
+    worst,
+)
+from turnstream.batching.config.values import LARGEST_GROUP
+from turnstream.records.events import MAX_EVENT_BYTES
+from turnstream.store.client.scripts import Command
+from turnstream.store.run.leases import MAX_LAPSED
+from turnstream_server.bus.core.scan import PAGE_BYTES, PAGE_EVENTS
+from turnstream_server.bus.leadership.snapshots import TRIM_SLICE
+from turnstream_server.bus.planning.trajectories import MAX_KEPT_BYTES, MAX_KEPT_EVENTS
+from turnstream_server.bus.release.compact_records import MAX_FILE_BATCHES
+from turnstream_server.bus.release.release import FOLD_SLICE, GROUP_SLICE
+
+WORST: Final[dict[str, Build]] = {}
+
+CONSTANT: Final = {
+    "acquire_leader": "single fields",
+    "batch_due": "one event",
+    "finish_run": "single fields, and one event",
+    "grant_refill": "single fields of one trajectory, and one event",
+    "mark_dead": "single fields of one trajectory, and one event",
+    "note_damage": "one field",
+    "note_trouble": "one field",
+    "refuse_replan": "one field",
+    "release_leader": "single fields",
+    "release_payload": "two keys, which the server frees in another thread",
+    "renew_leader": "single fields",
+    "request_replan": "one field",
+    "save_snapshot": "single fields; the record is as large as the open part of the run",
+    "tick_clock": "single fields",
+}
+
+MEMBERS_PER_CALL: Final = 200
+DEADLINES_PER_CALL: Final = 200
+ORPHANED_PER_CALL: Final = 4
+REJECTED_PER_CALL: Final = 25
+BATCH: Final = 3_000
+"""Trajectories of a large batch: no setting limits them, and the plan is written whole."""
+
+PLANNED: Final = [
+    each for group in range(BATCH // 1_000) for each in ids_of(1_000, group=f"{group}")
+]
+
+
+def attempts_at_limit(store: LimitStore) -> list[str]:
+    """Write a group of 8 samples with all of its attempts; return them."""
+    attempts = LARGEST_GROUP // 8
+    ids = [f"{GROUP}/{sample}/{attempt}" for sample in range(8) for attempt in range(attempts)]
+    opened(store, ids)
+    store.fill(store.keys.groups, [(GROUP, "8:open")])
+    store.fill(store.keys.members, [(GROUP, f"8:{attempts - 1}:0:{NAME}")])
+    return ids
+
+
+def large_group(store: LimitStore, state: str) -> None:
+    """Write a group of the largest size, with open trajectories and refills of others."""
+    opened(store, LARGE)
+    store.fill(store.keys.groups, [(GROUP, f"{LARGEST_GROUP}:{state}")])
+    store.score(store.keys.refills, ((each, 1) for each in ids_of(1_000)))
+
+
+def attempts_of_old_release(store: LimitStore) -> None:
+    """Write a group with an attempt that an earlier release accepted."""
+    store.fill(store.keys.groups, [("old", "1024:open")])
+    store.fill(store.keys.members, [("old", "1024:999:0:")])
+    opened(store, ["old/0/0"])
+    store.fill(store.keys.ledger, [("old/0/999", "sealed:1"), ("old/0/0", "sealed:1")])
+
+
+@worst(WORST)
+def settle_group(store: LimitStore) -> list[Command]:
+    """The largest group, the most attempts, and the most trajectories that are named."""
+    large_group(store, "open")
+    by_samples = store.call("settle_group", GROUP, "incomplete", REASON, 0)
+    other = store.configured()
+    attempts_at_limit(other)
+    by_attempts = other.call("settle_group", GROUP, "incomplete", REASON, 0)
+    sealed = LimitStore(store.client, f"{store.run.name}-sealed")
+    large_group(sealed, "decided")
+    sealed.fill(sealed.keys.ledger, ((each, "sealed:1") for each in LARGE))
+    named = sealed.call("settle_group", GROUP, "filtered", REASON, 0, *LARGE)
+    attempts_of_old_release(sealed)
+    return [
+        by_samples,
+        by_attempts,
+        named,
+        sealed.call("settle_group", "old", "expired", REASON, 0),
+    ]
+
+
+@worst(WORST)
+def settle_eval(store: LimitStore) -> list[Command]:
+    """The largest group whose trajectories all count, and as many versions as are kept."""
+    large_group(store, "evaluating")
+    store.fill(store.keys.ledger, ((each, "awaiting_reward:1") for each in LARGE))
+    store.score(store.keys.deadlines, ((f"reward:{each}", 1) for each in LARGE))
+    store.fill(store.keys.evals, ((str(number), "r" * 1_000) for number in range(1_000)))
+    words = (GROUP, REASON, REASON, "r" * 100_000, "9999", "r" * 1_000)
+    return [store.call("settle_eval", *words, *LARGE)]
+
+
+@worst(WORST)
+def settle_members(store: LimitStore) -> list[Command]:
+    """The most trajectories of one call."""
+    ids = ids_of(MEMBERS_PER_CALL)
+    store.fill(store.keys.ledger, ((each, "awaiting_reward:1") for each in ids))
+    words = [word for each in ids for word in (each, "filtered", REASON)]
+    return [store.call("settle_members", *words)]
+
+
+@worst(WORST)
+def end_orphaned(store: LimitStore) -> list[Command]:
+    """The most groups of one call, of the largest size, with all attempts ended."""
+    store.client.hset(store.keys.frontier, "closed", 1)
+    ids = attempts_at_limit(store)
+    store.fill(store.keys.ledger, ((each, "sealed:1") for each in ids))
+    attempts_of_old_release(store)
+    return [
+        store.call("end_orphaned", *[each, 0, b"record"] * ORPHANED_PER_CALL)
+        for each in (GROUP, "old")
+    ]
+
+
+@worst(WORST)
+def fire_deadlines(store: LimitStore) -> list[Command]:
+    """The most deadlines of one call, and as many that are too late, and as many that are due."""
+    store = store.configured(reward_deadline_s=9, deadline_policy="drop")
+    due = [f"reward:{each}" for each in ids_of(2 * DEADLINES_PER_CALL)]
+    store.score(store.keys.deadlines, ((each, 1) for each in due))
+    late = ids_of(DEADLINES_PER_CALL, group=f"late{NAME}")
+    store.score(store.keys.deadlines, ((f"reward:{each}", 9e15) for each in late))
+    records = [word for each in due[:DEADLINES_PER_CALL] for word in (each, "0", b"r" * 1_000)]
+    return [store.call("fire_deadlines", 10**6, DEADLINES_PER_CALL, *records)]
+
+
+@worst(WORST)
+def abandon_lapsed(store: LimitStore) -> list[Command]:
+    """The most trajectories of one call."""
+    ids = ids_of(MAX_LAPSED)
+    opened(store, ids)
+    words = [word for each in ids for word in (each, 1, REASON, b"r" * 2_000)]
+    return [store.call("abandon_lapsed", 10**6, *words)]
+
+
+@worst(WORST)
+def reject_events(store: LimitStore) -> list[Command]:
+    """The most events of one call, of the largest size."""
+    words: list[str | bytes] = []
+    for _ in range(REJECTED_PER_CALL):
+        event_id: bytes = store.client.xadd(store.keys.events, {"r": b"r" * MAX_EVENT_BYTES})  # pyright: ignore[reportAssignmentType]
+        words += (event_id, REASON, "", b"")
+    return [store.call("reject_events", MAX_KEPT_BYTES, MAX_KEPT_EVENTS, *words)]
+
+
+@worst(WORST)
+def announce_revision(store: LimitStore) -> list[Command]:
+    """A revision that gives every open group a deadline. No limit bounds their number."""
+    shorter = store.configured(group_deadline_s=9, lease_s=1)
+    config: dict[bytes, bytes] = shorter.client.hgetall(shorter.keys.config)  # pyright: ignore[reportAssignmentType]
+    store.fill(store.keys.config, [("2", config[b"1"]), ("from:2", "1"), ("last", "2")])
+    store.fill(store.keys.groups, ((each, "1:open") for each in groups_of(4_000)))
+    return [store.call("announce_revision", 2, b"record")]
+
+
+def batch_of_groups(store: LimitStore, state: str, entry: str) -> None:
+    """Write the trajectories of a large batch."""
+    groups = sorted({each.partition("/")[0] for each in PLANNED})
+    store.fill(store.keys.groups, ((each, f"1000:{state}") for each in groups))
+    store.fill(store.keys.ledger, ((each, entry) for each in PLANNED))
+    store.fill(store.keys.held, ((each, "70000") for each in PLANNED))
+    store.fill(store.keys.tasks, ((each, each) for each in groups))
+
+
+@worst(WORST)
+def write_manifest(store: LimitStore) -> list[Command]:
+    """A large batch."""
+    batch_of_groups(store, "open", "sealed:1")
+    words = (1, "f" * 64, "", b"m" * 1_000_000, 1, "main")
+    return [store.call("write_manifest", *words, *PLANNED)]
+
+
+@worst(WORST)
+def withdraw_plans(store: LimitStore) -> list[Command]:
+    """A large batch, a tenth of which is dead."""
+    batch_of_groups(store, "planned", "planned:1")
+    store.fill(store.keys.frontier, [("planned", 1), ("planned_groups", 3), ("replan", "q")])
+    store.fill(store.keys.batches, [("1", "3000:" + "f" * 64)])
+    store.client.xadd(store.keys.plan, {"r": b"m" * 1_000_000}, id="1-0")
+    words: list[str | bytes | int] = ["q", 1, 1, "f" * 64, "1-1", b"s" * 1_000_000, b"event", "{}"]
+    for number, each in enumerate(PLANNED):
+        words += (each, REASON, b"died") if number % 10 == 0 else (each, 1, b"")
+    return [store.call("withdraw_plans", *words)]
+
+
+@worst(WORST)
+def find_ended(store: LimitStore) -> list[Command]:
+    """A page of a ledger in which all trajectories ended."""
+    store.fill(store.keys.ledger, ((each, f"expired:{REASON}") for each in ids_of(4_000)))
+    return [store.call("find_ended", "0", 500)]
+
+
+@worst(WORST)
+def fold_batch(store: LimitStore) -> list[Command]:
+    """The most trajectories, and the most groups, of one call; `over` is as long as it gets."""
+    groups, ids = groups_of(GROUP_SLICE), ids_of(FOLD_SLICE)
+    store.fill(store.keys.over, ((f"{number:03x}", BUCKET) for number in range(4096)))
+    store.fill(store.keys.groups, ((each, "1:planned") for each in groups))
+    store.fill(store.keys.ledger, ((each, "planned:1") for each in ids))
+    store.fill(store.keys.frontier, [("released", 1)])
+    return [
+        store.call("fold_batch", 1, 0, *ids),
+        store.call("fold_batch", 1, len(groups), *groups),
+    ]
+
+
+@worst(WORST)
+def fold_ended(store: LimitStore) -> list[Command]:
+    """The most trajectories of one call, each with a reason and a group of its own."""
+    groups = groups_of(FOLD_SLICE)
+    ids = [f"{each}/0/0" for each in groups]
+    store.fill(store.keys.over, ((f"{number:03x}", BUCKET) for number in range(4096)))
+    store.fill(store.keys.groups, ((each, "1:expired") for each in groups))
+    store.fill(store.keys.ledger, ((each, f"expired:{each}") for each in ids))
+    store.fill(store.keys.reasons, ((f"{n}{REASON}", 1) for n in range(1_000)))
+    return [store.call("fold_ended", 1, b"r" * 100_000, *ids)]
+
+
+@worst(WORST)
+def release_bytes(store: LimitStore) -> list[Command]:
+    """The most trajectories of one call."""
+    ids = ids_of(FOLD_SLICE)
+    opened(store, ids)
+    return [store.call("release_bytes", *ids)]
+
+
+@worst(WORST)
+def finish_batch(store: LimitStore) -> list[Command]:
+    """The plan of a large batch, after one that was withdrawn."""
+    store.fill(store.keys.frontier, [("released", 1)])
+    store.fill(store.keys.snapshot, [("step", 1)])
+    for revision in range(2):
+        store.client.xadd(store.keys.plan, {"r": b"m" * 4_000_000}, id=f"1-{revision}")
+    return [store.call("finish_batch", 1, b"r" * 1_000_000)]
+
+
+@worst(WORST)
+def move_to_file(store: LimitStore) -> list[Command]:
+    """The most steps of one call."""
+    steps = range(1, MAX_FILE_BATCHES + 1)
+    store.fill(store.keys.past, ((str(step), b"r" * 10_000) for step in steps))
+    store.fill(store.keys.frontier, [("folded", MAX_FILE_BATCHES)])
+    return [store.call("move_to_file", 1, MAX_FILE_BATCHES, NAME)]
+
+
+@worst(WORST)
+def advance_watermark(store: LimitStore) -> list[Command]:
+    """As many checkpoints as a long run keeps, and many observers."""
+    checkpoints = ",".join(map(str, range(1, 20_001)))
+    store = store.configured(retain_checkpoints=20_000)
+    store.fill(store.keys.frontier, [("checkpoints", checkpoints)])
+    store.fill(store.keys.observers, ((each, "20000:9:9") for each in groups_of(OBSERVERS)))
+    return [store.call("advance_watermark", "")]
+
+
+OBSERVERS: Final = 1_000
+"""Observers of one run. No setting limits them yet."""
+
+
+@worst(WORST)
+def park_leader(store: LimitStore) -> list[Command]:
+    """Observers that have all expired."""
+    store.fill(store.keys.observers, ((each, "1:0:9") for each in groups_of(OBSERVERS)))
+    return [store.call("park_leader", "1-1", "1-1")]
+
+
+@worst(WORST)
+def forget_observers(store: LimitStore) -> list[Command]:
+    """Observers that all expire."""
+    store.fill(store.keys.observers, ((each, "1:5:9") for each in groups_of(OBSERVERS)))
+    return [store.call("forget_observers", 10**6, 256)]
+
+
+@worst(WORST)
+def trim_events(store: LimitStore) -> list[Command]:
+    """The most entries of one call."""
+    for number in range(1, 4 * TRIM_SLICE):
+        store.client.xadd(store.keys.events, {"r": b"r" * 2_000, "t": NAME}, id=f"{number}-0")
+    store.score(store.keys.rejected, ((f"{number}-0", number) for number in range(TRIM_SLICE)))
+    store.fill(store.keys.snapshot, [("before", f"{2 * TRIM_SLICE}-0")])
+    return [store.call("trim_events", TRIM_SLICE)]
+
+
+@worst(WORST)
+def read_events(store: LimitStore) -> list[Command]:
+    """A page of short events, and one that begins with the largest one."""
+    for _ in range(2 * PAGE_EVENTS):
+        store.client.xadd(store.keys.events, {"r": b"r" * 100, "t": NAME})
+    limits = (PAGE_EVENTS, PAGE_BYTES, MAX_EVENT_BYTES)
+    largest = store.configured()
+    largest.client.xadd(largest.keys.events, {"r": b"r" * MAX_EVENT_BYTES})
+    return [
+        store.call("read_events", "0-0", *limits),
+        largest.call("read_events", "0-0", *limits),
+    ]

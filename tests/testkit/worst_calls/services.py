@@ -1,0 +1,167 @@
+"""The most expensive calls of trainers, observers, operators, and of hosted models."""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+from testkit.scripts import script
+from testkit.worst_calls.store import NAME, Build, LimitStore, worst
+from turnstream.store.client.keys import incarnation_key, run_keys
+from turnstream.store.client.scripts import Command
+from turnstream_server.batcher.serving.requests import MAX_DP_WORLD_SIZE
+from turnstream_server.bus.admin.forks import MAX_VERSIONS
+from turnstream_server.commands.log import MAX_AHEAD, MAX_SHARED, MAX_SHARED_BYTES
+
+WORST: Final[dict[str, Build]] = {}
+
+CONSTANT: Final = {
+    "acquire": "single fields of one model",
+    "announce_version": "the newest version, and one event",
+    "create_model": "single fields of a new model",
+    "discard_dead_letter": "single fields of one trajectory",
+    "drop_expired": "one field",
+    "essential_write": "one command, whose words its callers limit",
+    "finish_sample": "one field; its result has the limit of the gateway",
+    "observe": "one observer",
+    "observed": "one observer",
+    "record_rank": "single fields of one rank",
+    "renew": "single fields of one model",
+    "submit": "single fields; its content has the limit of the gateway",
+    "submit_sample": "single fields",
+}
+
+HASH: Final = "f" * 64
+UNDONE: Final = 10_000
+"""Steps after the last checkpoint, which a trainer that starts again undoes."""
+
+
+def with_ranks(store: LimitStore, kind: str, entry: str) -> None:
+    """Write a session of the most ranks, of which all but the last have called."""
+    frontier = {
+        "session_epoch": 1,
+        "session": "s",
+        "planned": 1,
+        "dp_world_size": MAX_DP_WORLD_SIZE,
+    }
+    store.fill(store.keys.frontier, frontier.items())
+    store.fill(store.keys.batches, [("1", f"1:{HASH}")])
+    ranks = range(MAX_DP_WORLD_SIZE - 1)
+    store.fill(store.keys.ranks, ((f"{kind}:{rank}", entry) for rank in ranks))
+
+
+@worst(WORST)
+def stepped(store: LimitStore) -> list[Command]:
+    """The last of the most ranks."""
+    with_ranks(store, "stepped", f"1:{HASH}")
+    return [store.call("stepped", 1, 1, HASH, "s", MAX_DP_WORLD_SIZE - 1)]
+
+
+@worst(WORST)
+def committed(store: LimitStore) -> list[Command]:
+    """The last of the most ranks, after many checkpoints."""
+    with_ranks(store, "committed", "1")
+    checkpoints = ",".join(map(str, range(20_000)))
+    store.fill(store.keys.frontier, [("stepped", 1), ("checkpoints", checkpoints)])
+    return [store.call("committed", 1, 1, HASH, "s", MAX_DP_WORLD_SIZE - 1)]
+
+
+@worst(WORST)
+def start_session(store: LimitStore) -> list[Command]:
+    """A trainer that goes back to the beginning of a long run."""
+    with_ranks(store, "stepped", f"1:{HASH}")
+    checkpoints = ",".join(map(str, range(UNDONE)))
+    steps = [("stepped", UNDONE), ("planned", UNDONE), ("checkpoints", checkpoints)]
+    store.fill(store.keys.frontier, steps)
+    for kind in ("stepped", "committed"):
+        store.fill(store.keys.times, ((f"{kind}:{step}", 9**13) for step in range(UNDONE)))
+    return [store.call("start_session", NAME, MAX_DP_WORLD_SIZE, 0, "", b"record")]
+
+
+@worst(WORST)
+def begin_delete(store: LimitStore) -> list[Command]:
+    """A run with many revisions of its config."""
+    config = store.client.hget(store.keys.config, "1") or b""
+    store.fill(store.keys.config, ((str(n), bytes(config)) for n in range(1, 10_001)))  # pyright: ignore[reportArgumentType]
+    store.fill(store.keys.config, [("newest", "10000"), ("last", "10000")])
+    return [script("begin_delete")(store.keys.of_begin_delete, 900_000, 15, store.run.incarnation)]
+
+
+@worst(WORST)
+def read_ledger(store: LimitStore) -> list[Command]:
+    """Every state, and a conflict."""
+    store.fill(store.keys.counts, ((f"{number}", 10**9) for number in range(30)))
+    store.fill(store.keys.conflicts, [("num", 9), ("last", NAME)])
+    return [store.call("read_ledger")]
+
+
+@worst(WORST)
+def fork_run(store: LimitStore) -> list[Command]:
+    """The most versions."""
+    names = run_keys(f"{store.run.name}-fork")
+    where = (
+        *(names.frontier, names.config, names.counts, names.batches, names.snapshot),
+        *(names.versions, names.clock, incarnation_key(f"{store.run.name}-fork")),
+    )
+    versions = [word for n in range(MAX_VERSIONS) for word in (n, b"v" * 4_500)]
+    words = (f"r:1:1:{HASH}", "{}", "main", 1, 1, b"s" * 1_000_000, 1)
+    return [script("fork_run")(where, *words, *versions)]
+
+
+@worst(WORST)
+def create_key(store: LimitStore) -> list[Command]:
+    """Many keys, with names that are alike."""
+    record = {"name": "", "runs": ["run"] * 10, "roles": ["read"]}
+    name = "n" * 128
+    for number in range(5_000):
+        record["name"] = f"{number:05}{name[5:]}"
+        text = json.dumps(record, separators=(",", ":"))
+        store.client.hset(store.keys.past, f"{number:064}", text)
+    return [script("create_key")((store.keys.past,), HASH, "{}", name, f'"name":"{name}"')]
+
+
+MODEL: Final = "tm:{worst}:"
+
+
+def model(store: LimitStore, *, results: int, commands: int) -> list[str]:
+    """Write a model with as many results and commands; return its keys."""
+    prefix = f"{MODEL[:-2]}-{store.run.name}}}:"
+    names = [prefix + each for each in ("model", "commands", "bodies", "results", "passes")]
+    state = [("epoch", 1), ("next", 0), ("submitted", commands), ("covered", -1)]
+    store.fill(names[0], state)
+    numbers = [str(number) for number in range(commands)]
+    store.fill(names[1], ((each, f"forward {HASH}") for each in numbers))
+    store.fill(names[2], ((each, b"b" * 100) for each in numbers))
+    store.fill(names[3], ((str(number), b"r" * 100) for number in range(results)))
+    return names
+
+
+@worst(WORST)
+def finish(store: LimitStore) -> list[Command]:
+    """The most results of one call, after which the most numbers are skipped."""
+    names = model(store, results=0, commands=MAX_AHEAD)
+    store.fill(names[3], ((str(n), b"r" * 100) for n in range(MAX_SHARED, MAX_AHEAD)))
+    size = 1 << 16
+    results = [word for n in range(MAX_SHARED) for word in (n, b"r" * size)]
+    return [script("finish")(names[:4], 1, 0, *results)]
+
+
+@worst(WORST)
+def take(store: LimitStore) -> list[Command]:
+    """The most commands that share a pass; and the most that a missing number fails."""
+    names = model(store, results=0, commands=MAX_SHARED)
+    words = (1, 0, 0, MAX_SHARED, MAX_SHARED_BYTES, "E" * 100, "E" * 100)
+    other = store.configured()
+    lost = model(other, results=0, commands=MAX_AHEAD)
+    store.client.hdel(lost[1], "0")
+    gap = {"gap_seq": 0, "gap_ms": 0}
+    store.fill(lost[0], gap.items())
+    return [script("take")(names, *words), script("take")(lost, *words)]
+
+
+@worst(WORST)
+def cover(store: LimitStore) -> list[Command]:
+    """Many commands that no checkpoint covered."""
+    names = model(store, results=0, commands=50_000)
+    store.fill(names[4], ((str(number), number) for number in range(50_000)))
+    return [script("cover")((names[0], names[2], names[4]), 1, 0, 49_999, NAME)]
