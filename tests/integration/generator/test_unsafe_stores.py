@@ -21,7 +21,7 @@ def test_store_with_unsafe_sync_settings_receives_no_writes(
     own_store: Store, setting: str, value: str
 ) -> None:
     run = own_store.new_run()
-    (safe,) = own_store.client.config_get(setting).values()
+    (safe,) = map(str, own_store.client.config_get(setting).values())
     own_store.client.config_set(setting, value)
 
     with Publisher(own_store.url, run) as publisher:
