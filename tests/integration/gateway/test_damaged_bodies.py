@@ -108,10 +108,18 @@ def _ids(http: httpx2.Client, base_model: str) -> dict[str, str]:
     call = {"model_id": model["model_id"], "seq_id": next(_numbers)}
     result(post("save_weights", **call, path="saved")["request_id"])
     sampler = post("create_sampling_session", **made, sampling_session_seq_id=0)
+    sample = post(
+        "asample",
+        sampling_session_id=sampler["sampling_session_id"],
+        seq_id=0,
+        prompt={"chunks": [{"tokens": [1]}]},
+        sampling_params={"max_tokens": 1},
+    )
+    result(sample["request_id"])
     return {
         **made,
         "model_id": model["model_id"],
-        "request_id": model["request_id"],
+        "request_id": sample["request_id"],
         "sampler_id": sampler["sampling_session_id"],
         "sampling_session_id": sampler["sampling_session_id"],
         "kind": "weights",
