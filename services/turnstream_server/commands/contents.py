@@ -5,6 +5,7 @@ Training calls have tensors: see `operation_records.py`.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ CommandKind = Literal[
     "load_weights",
 ]
 """Kinds of the commands of a model. `create` has the number 0."""
+
+_LARGE_BYTES: Final = 1 << 20
 
 TRAINING_KINDS: Final = ("forward", "forward_backward")
 
@@ -177,6 +180,12 @@ def decode_content(kind: str, data: bytes) -> Content:
     if values.get("path") is not None:
         values["path"] = CheckpointPath.parse(values["path"])
     return _TYPES[kind](**values)  # pyright: ignore[reportArgumentType]
+
+
+async def fingerprint_async(data: bytes) -> str:
+    """Return the fingerprint of a content: in a thread if it takes more than a millisecond."""
+    is_large = len(data) > _LARGE_BYTES
+    return await asyncio.to_thread(fingerprint, data) if is_large else fingerprint(data)
 
 
 def fingerprint(data: bytes | memoryview) -> str:

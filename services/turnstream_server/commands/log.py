@@ -16,7 +16,6 @@ All calls are safe to repeat.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self, cast
 
@@ -34,7 +33,7 @@ from turnstream.errors import (
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Argument, Script, run_command, run_command_async
 from turnstream_server.commands.announcing import announce, announce_finished
-from turnstream_server.commands.contents import CommandKind, fingerprint
+from turnstream_server.commands.contents import CommandKind, fingerprint_async
 from turnstream_server.commands.kept_results import keep_unfetched
 from turnstream_server.commands.keys import model_keys
 from turnstream_server.commands.request_ids import RequestId
@@ -51,8 +50,6 @@ MAX_SHARED_BYTES: Final = 64 << 20
 MAX_AHEAD: Final = 10_000
 """Most numbers between a new command and the one that runs next: a missing number fails them all in
 one script."""
-
-_LARGE_BYTES: Final = 1 << 20
 
 _SLICE: Final = 1_000
 """Commands of one read of the history."""
@@ -143,7 +140,7 @@ async def submit(
     """
     keys = model_keys(model_id)
     refused = encode_result(refusal) if refusal else b""
-    entry = f"{kind} {await _fingerprint(content if identity is None else identity)}"
+    entry = f"{kind} {await fingerprint_async(content if identity is None else identity)}"
     command = _SUBMIT(
         [keys.model, keys.commands, keys.bodies, keys.results],
         *(number, entry, b"" if refused else content, refused, MAX_AHEAD),
@@ -165,12 +162,6 @@ async def submit(
         # Also after a refusal: it may be the number for which the worker waits.
         await announce(client, model_id)
     return request_id
-
-
-async def _fingerprint(data: bytes) -> str:
-    """Return the fingerprint of a content: in a thread if it takes more than a millisecond."""
-    is_large = len(data) > _LARGE_BYTES
-    return await asyncio.to_thread(fingerprint, data) if is_large else fingerprint(data)
 
 
 async def read_bodies(
