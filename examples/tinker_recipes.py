@@ -8,10 +8,13 @@
     export TINKER_BASE_URL=http://127.0.0.1:7601 TINKER_API_KEY=tml-local
     cookbook/bin/python examples/tinker_recipes.py --model byte --folder recipes
 
-A recipe counts if it ends and has trained: gradient norms above 0, and mixed groups where it has
-groups. Data sets are synthetic files in the places where the recipes look for hub data. The first
-recipe teaches the model to add two numbers a little, and RL recipes start from its checkpoint: an
-untrained model earns equal rewards in every group, and nothing is trained.
+Each line of the output says what a recipe has learned, such as `format 0.13 -> 0.85`. A recipe that
+learns less than its check asks for fails. A recipe whose metrics show no learning only has to end.
+Data sets are synthetic files in the places where the recipes look for hub data.
+
+The first recipe teaches the model the form of sums and answers. RL on sums starts from its
+checkpoint. It earns most of its reward for answers that end in time, the metric `format`: a model
+of this size does not learn to add.
 """
 
 from __future__ import annotations
@@ -38,11 +41,11 @@ _BYTE: Final = "model_name=tiny/byte renderer_name=role_colon"
 _AGAIN: Final = "behavior_if_log_dir_exists=delete"
 _ADDITION: Final = f"math_rl.train {_BYTE} {_AGAIN} env=arithmetic load_checkpoint_path={{state}}"
 _IS: Final = "loss_fn=importance_sampling"
-_SMALL: Final = "group_size=8 groups_per_batch=4 max_tokens=12 learning_rate=1e-3"
+_SMALL: Final = "group_size=8 groups_per_batch=8 max_tokens=12 learning_rate=1e-4 max_steps=20"
 
 Metrics = list[dict[str, Any]]
 Check = Callable[[Metrics], str]
-"""Returns a line of evidence; raises AssertionError if the recipe has not trained."""
+"""Returns a line of evidence; raises AssertionError if the recipe has not learned."""
 
 
 class Recipe(NamedTuple):
@@ -58,7 +61,7 @@ class Recipe(NamedTuple):
 
 
 def main() -> None:
-    """Run the recipes that are named, or all; exit with 1 if one has not trained."""
+    """Run the recipes that are named, or all; exit with 1 if one has not learned."""
     options = _options()
     if options.base_models:
         print(" ".join(f"--base-model {name}={options.base_models}" for name in NAMES))
@@ -75,7 +78,7 @@ def main() -> None:
 
 
 def run(recipe: Recipe, folder: Path) -> bool:
-    """Run a recipe, print its evidence, and return whether it has trained."""
+    """Run a recipe, print its evidence, and return whether it has learned."""
     log = folder / "log" / recipe.name
     words = recipe.command.format(**checkpoint(folder)).split()
     command = [sys.executable, "-m", f"tinker_cookbook.recipes.{words[0]}", *words[1:]]
@@ -129,29 +132,37 @@ def nll_falls(metrics: Metrics) -> str:
     return f"NLL {nll[0]:.2f} -> {nll[-1]:.2f}"
 
 
-def rl_trains(metrics: Metrics) -> str:
-    """Check that gradients and mixed groups exist."""
-    norms = column(metrics, "grad_norm")
-    mixed = column(metrics, "env/all/by_group/frac_mixed")
-    assert max(norms) > 0, "all gradients are 0"
-    assert max(mixed) > 0, "no group is mixed"
-    return f"grad_norm {min(norms):.3g} to {max(norms):.3g}, mixed groups {max(mixed):.2f}"
-
-
-def on_policy_rl_trains(metrics: Metrics) -> str:
-    """Check the same, and that samples have the log-probabilities of training."""
+def has_sampled_logprobs(metrics: Metrics) -> str:
+    """Check that samples have the log-probabilities of training."""
     distance = max(map(abs, column(metrics, "optim/kl_sample_train_v1")))
     assert distance < 1e-4, f"kl_sample_train is {distance:.2g}"
-    return f"{rl_trains(metrics)}, kl_sample_train at most {distance:.1g}"
+    return f"kl_sample_train at most {distance:.1g}"
 
 
-def reward_rises(metrics: Metrics) -> str:
-    """Check the same, and that the mean reward of the last third is above that of the first."""
-    rewards = column(metrics, "env/all/reward/total")
-    third = len(rewards) // 3
-    first, last = (sum(each) / third for each in (rewards[:third], rewards[-third:]))
-    assert last > first, f"reward {first:.4f} -> {last:.4f}"
-    return f"reward {first:.4f} -> {last:.4f}, {on_policy_rl_trains(metrics)}"
+def rises(metrics: Metrics, name: str, *, by: float) -> str:
+    """Check that the mean of a metric over the last third of the steps is above the first one."""
+    values = column(metrics, name)
+    third = max(1, len(values) // 3)
+    first, last = (sum(each) / third for each in (values[:third], values[-third:]))
+    change = f"{name.rpartition('all/')[2]} {first:.3f} -> {last:.3f}"
+    assert last >= first + by, f"{change}, wanted {by:g} more"
+    return change
+
+
+def format_rises(metrics: Metrics) -> str:
+    """Check that more answers end in time: by a tenth of all."""
+    return rises(metrics, "env/all/format", by=0.1)
+
+
+def on_policy_format_rises(metrics: Metrics) -> str:
+    """Check the same, and that samples have the log-probabilities of training."""
+    return f"{format_rises(metrics)}, {has_sampled_logprobs(metrics)}"
+
+
+def on_policy_reward_rises(metrics: Metrics) -> str:
+    """Check that the mean reward rises, and that samples have the log-probabilities of training."""
+    change = rises(metrics, "env/all/reward/total", by=0.02)
+    return f"{change}, {has_sampled_logprobs(metrics)}"
 
 
 def teacher_kl_halves(metrics: Metrics) -> str:
@@ -159,13 +170,6 @@ def teacher_kl_halves(metrics: Metrics) -> str:
     distances = column(metrics, "teacher_kl")
     assert distances[-1] < distances[0] / 2, f"teacher_kl {distances[0]:.2f} -> {distances[-1]:.2f}"
     return f"teacher_kl {distances[0]:.2f} -> {distances[-1]:.2f}"
-
-
-def has_gradients(metrics: Metrics) -> str:
-    """Check that some gradient is above 0."""
-    norms = column(metrics, "grad_norm")
-    assert max(norms) > 0, "all gradients are 0"
-    return f"grad_norm {min(norms):.3g} to {max(norms):.3g}"
 
 
 def dpo_begins_at_log_2(metrics: Metrics) -> str:
@@ -177,7 +181,7 @@ def dpo_begins_at_log_2(metrics: Metrics) -> str:
 
 
 def ended(_: Metrics) -> str:
-    """Accept a recipe that writes no metrics of its own."""
+    """Accept a recipe whose metrics show no learning."""
     return "ended"
 
 
@@ -190,21 +194,24 @@ RECIPES: Final = (
     ),
     Recipe(
         "rl",
-        f"{_ADDITION} {_IS} group_size=8 groups_per_batch=8 max_tokens=12 max_steps=12 "
-        "learning_rate=1e-3",
-        reward_rises,
+        f"{_ADDITION} {_IS} {_SMALL}",
+        on_policy_format_rises,
     ),
-    Recipe("rl_async", f"{_ADDITION} {_IS} {_SMALL} max_steps=8 max_steps_off_policy=2", rl_trains),
+    Recipe(
+        "rl_async",
+        f"{_ADDITION} {_IS} {_SMALL} max_steps_off_policy=2",
+        format_rises,
+    ),
     Recipe(
         "rl_ppo",
-        f"{_ADDITION} loss_fn=ppo {_SMALL} max_steps=3 num_substeps=2 compute_post_kl=True",
-        rl_trains,
+        f"{_ADDITION} loss_fn=ppo {_SMALL} num_substeps=2 compute_post_kl=True",
+        format_rises,
     ),
     Recipe(
         "rl_stream",
-        f"{_ADDITION} {_IS} {_SMALL} max_steps=3 stream_minibatch_config.groups_per_batch=4 "
+        f"{_ADDITION} {_IS} {_SMALL} stream_minibatch_config.groups_per_batch=8 "
         "stream_minibatch_config.num_minibatches=2",
-        rl_trains,
+        format_rises,
     ),
     Recipe(
         "distillation",
@@ -217,7 +224,7 @@ RECIPES: Final = (
         "shorter",
         f"preference.shorter.train {_BYTE} {_AGAIN} batch_size=4 group_size=4 max_tokens=12 "
         "eval_every=0 max_steps=2",
-        on_policy_rl_trains,
+        has_sampled_logprobs,
     ),
     Recipe(
         "dpo",
@@ -228,26 +235,26 @@ RECIPES: Final = (
     Recipe(
         "sl_loop", "sl_loop max_length=512 max_steps=4 batch_size=32 learning_rate=3e-3", nll_falls
     ),
-    Recipe("sl_basic", "sl_basic max_steps=3", has_gradients),
+    Recipe("sl_basic", "sl_basic max_steps=12 learning_rate=3e-3", nll_falls),
     Recipe(
         "sdft",
         "sdft.train model_name=Qwen/Qwen3-8B dataset=toolalpaca topk=5 groups_per_batch=4 "
         "group_size=1 max_tokens=12 max_steps=2 eval_every=0",
-        has_gradients,
+        ended,
     ),
     Recipe(
         "sdft_reverse",
         "sdft.train model_name=Qwen/Qwen3-8B dataset=toolalpaca topk=5 groups_per_batch=4 "
         "group_size=1 max_tokens=12 max_steps=2 eval_every=0 reverse=True",
-        has_gradients,
+        ended,
     ),
     Recipe(
         "numerics",
         "rl_numerics_check.train model_name=Qwen/Qwen3.5-9B "
-        "renderer_name=qwen3_5_disable_thinking group_size=4 groups_per_batch=2 max_tokens=16 "
-        "max_steps=2 task.num_pages_min=2 task.num_pages_max=3 task.page_chars=300 "
-        "max_trajectory_tokens=8192",
-        on_policy_rl_trains,
+        "renderer_name=qwen3_5_disable_thinking group_size=8 groups_per_batch=4 max_tokens=96 "
+        "max_steps=8 learning_rate=3e-3 task.num_pages_min=2 task.num_pages_max=3 "
+        "task.page_chars=300 max_trajectory_tokens=8192",
+        on_policy_reward_rises,
     ),
     Recipe(
         "rlhf",
