@@ -64,7 +64,7 @@ class Places:
             is_first = self._newest_owner is None
             self._newest_owner = owner
             self._shared_until_s = 0.0 if is_first else _now_s() + _SHARED_S
-        queue = self._queues.setdefault(owner, _Queue(self))
+        queue = self._queues.setdefault(owner, _Queue(self, owner))
         place = Place(queue)
         token = _PRESENT.set(place)
         queue.num_present += 1
@@ -74,8 +74,13 @@ class Places:
             place.give_back()
             _PRESENT.reset(token)
             queue.num_present -= 1
-            if not queue.num_present:
-                del self._queues[owner]
+            self.drop_unused(owner)
+
+    def drop_unused(self, owner: str) -> None:
+        """Drop the queue of an owner without requests."""
+        queue = self._queues.get(owner)
+        if queue is not None and not queue.num_present and not queue.num_taken:
+            del self._queues[owner]
 
 
 class _Queue:
@@ -83,12 +88,14 @@ class _Queue:
 
     Attributes:
         num_present: all of them.
+        num_taken: those in work.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, owner: str) -> None:
         self.num_present = 0
+        self.num_taken = 0
         self._places = places
-        self._num_taken = 0
+        self._owner = owner
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def take(self) -> None:
@@ -104,15 +111,22 @@ class _Queue:
             raise
 
     def give_back(self) -> None:
-        """Pass a place on to the next request."""
-        self._num_taken -= 1
+        """Pass a place on to the next request, after the event loop has served other owners.
+
+        A short request never waits, and hundreds of them would follow each other at once.
+        """
+        asyncio.get_running_loop().call_soon(self._pass_on)
+
+    def _pass_on(self) -> None:
+        self.num_taken -= 1
         self._grant()
+        self._places.drop_unused(self._owner)
 
     def _grant(self) -> None:
-        while self._waiting and (self._waiting[0].done() or self._num_taken < self._places.limit):
+        while self._waiting and (self._waiting[0].done() or self.num_taken < self._places.limit):
             turn = self._waiting.popleft()
             if not turn.done():
-                self._num_taken += 1
+                self.num_taken += 1
                 turn.set_result(None)
 
 

@@ -9,9 +9,12 @@ from typing import Any
 import httpx2
 import pytest
 import redis
+from fastapi import FastAPI
 
+from testkit import wait_until
 from testkit.gateway_thread import GatewayThread
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.gateway import key_limits
 from turnstream_server.gateway.key_limits import _STRANGER_BYTES
 from turnstream_server.keys.records import KeyLimits
 from turnstream_server.keys.store import create_key
@@ -112,3 +115,39 @@ def test_stranger_sends_no_large_body(post: Any) -> None:
     )
 
     assert [small.status_code, larger.status_code] == [401, 401]
+
+
+def test_strangers_have_a_rate_and_made_up_keys_are_not_all_looked_up(
+    gateway: GatewayThread, post: Any, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_limits, "_STRANGER_LIMITS", KeyLimits(requests_per_s=5.0))
+    found: list[httpx2.Response] = []
+    with httpx2.Client(base_url=gateway.base_url, timeout=30) as http:
+        client.config_resetstat()
+        while not found or found[-1].status_code == 200:
+            key = {"X-API-Key": f"tml-{len(found)}"} if len(found) % 2 else {}
+            found.append(http.get("/v1/openapi.json", headers=key))
+    stats: Any = client.info("commandstats")
+    post.key()
+
+    assert len(found) > 10  # a burst of two seconds
+    assert (found[-1].status_code, found[-1].headers["Retry-After"]) == (429, "1")
+    assert "too many requests without an accepted key came from 127.0.0.1" in detail(found[-1])
+    assert stats["cmdstat_hget"]["calls"] < len(found)
+    # A key that is new to the gateway waits as well, because it may be one more made-up one.
+    wait_until(lambda: post(TINKER).status_code == 200, describe="the known key")
+
+
+def test_openapi_document_is_made_once(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[FastAPI] = []
+    make = FastAPI.openapi
+    monkeypatch.setattr(FastAPI, "openapi", lambda app: made.append(app) or make(app))
+    with GatewayThread(server.url) as gateway:
+        found = [httpx2.get(f"{gateway.base_url}/v1/openapi.json") for _ in range(3)]
+
+    assert len(made) == 1
+    assert {each.status_code for each in found} == {200}
+    assert found[2].json()["servers"] == [{"url": "/v1"}]
+    assert found[2].headers["content-type"] == "application/json"
