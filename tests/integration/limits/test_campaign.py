@@ -1,0 +1,157 @@
+"""Latency of one tenant while another one floods a gateway process; run it with `-m campaign`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import redis
+
+from testkit import wait_until
+from testkit.floods import Request, exchange, http_request
+from turnstream.batching.config import BatchingConfig
+from turnstream.store.run.runs import create_run
+from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.keys.store import create_key
+
+pytestmark = [pytest.mark.campaign, pytest.mark.redis]
+
+MOST: Final = 3.0
+"""Of the latency of an idle gateway."""
+
+MOST_BYTES: Final = 300 << 20
+"""Of the gateway after the floods, more than before."""
+
+_CONFIG: Final = BatchingConfig(batch_groups=1_000, mini_batch_groups=1_000, max_staleness=100)
+_FLOODS: Final = (("small", 16), ("small", 64), ("large", 8), ("read", 32), ("document", 16))
+
+_FLOOD: Final = """
+import sys
+from testkit.floods import flooding
+from test_campaign import requests_of
+address, key, run, kind, num = sys.argv[1:]
+with flooding(address, requests_of(kind, key, run, "flood"), num_connections=int(num)):
+    sys.stdin.read()
+"""
+
+
+def requests_of(kind: str, key: str, run: str, name: str) -> Request:
+    """Return the requests of one kind; `name` begins the names of their groups."""
+    tokens = {"prompt_ids": [7] * 20, "response_ids": [7] * 10}
+    large = {"prompt_ids": [123456] * 3_000, "response_ids": [123456] * 1_000}
+    large["logprobs"] = [-0.123456] * 1_000  # pyright: ignore[reportArgumentType]
+
+    def request(connection: int, number: int) -> bytes:
+        item: dict[str, Any] = {"group_id": f"{name}-{connection}", "sample": 0, "num_samples": 1}
+        match kind:
+            case "small":
+                item |= {"turn": number, **tokens}
+                return http_request(
+                    "POST", f"/v1/runs/{run}/turns", key=key, content={"items": [item]}
+                )
+            case "large":
+                item |= {"reward": 1.0, "turns": [large]}
+                items = [
+                    {**item, "group_id": f"{name}-{connection}-{number}-{i}"} for i in range(49)
+                ]
+                path = f"/v1/runs/{run}/trajectories"
+                return http_request("POST", path, key=key, content={"items": items})
+            case "read":
+                return http_request("GET", f"/v1/runs/{run}", key=key)
+            case _:
+                return http_request("GET", "/v1/openapi.json")
+
+    return request
+
+
+@pytest.fixture
+def gateway(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[tuple[int, str]]:
+    """The id of a gateway process that needs keys, and its address."""
+    address = tmp_path / "address"
+    command = [sys.executable, "-m", "turnstream_server", "serve", "gateway"]
+    command += [
+        "--redis",
+        own_server.url,
+        "--listen",
+        "127.0.0.1:0",
+        "--address-file",
+        str(address),
+    ]
+    env = {**os.environ, "TURNSTREAM_KEY_FILE": str(tmp_path / "key")}
+    process = subprocess.Popen([*command, "--end-with-stdin"], env=env, stdin=subprocess.PIPE)
+    try:
+        wait_until(address.exists, describe="the gateway")
+        yield process.pid, address.read_text()
+    finally:
+        process.communicate()
+
+
+def latency_s(address: str, request: Request, *, count: int) -> float:
+    """Return the median seconds of requests, one after another."""
+
+    async def measured() -> list[float]:
+        reader, writer = await asyncio.open_connection(*address.split(":"), limit=1 << 24)
+        found: list[float] = []
+        for number in range(count):
+            sent, began_s = request(0, number), time.perf_counter()
+            status, body = await exchange(reader, writer, sent)
+            found.append(time.perf_counter() - began_s)
+            assert status == 200, body[:300]
+            assert b'"status":201' in body, body[:300]
+            await asyncio.sleep(0.02)
+        writer.close()
+        return found
+
+    return statistics.median(asyncio.run(measured()))
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the memory of a process."""
+    num_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return num_pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_latency_of_a_tenant_stays_within_three_times_of_idle(
+    own_client: redis.Redis, gateway: tuple[int, str]
+) -> None:
+    pid, address = gateway
+    for run in ("a", "b"):
+        create_run(own_client, run, _CONFIG)
+    key_a, key_b = (create_key(own_client, run, roles=["produce", "read"]) for run in ("a", "b"))
+    counts = {"small": 60, "large": 12}
+
+    def latencies(name: str) -> dict[str, float]:
+        return {
+            kind: latency_s(address, requests_of(kind, key_b, "b", f"{name}-{kind}"), count=count)
+            for kind, count in counts.items()
+        }
+
+    latencies("warm")
+    bytes_before, idle = resident_bytes(pid), [latencies("idle")]
+    ratios: dict[str, float] = {}
+    for number, (flood, num_connections) in enumerate(_FLOODS):
+        arguments = [address, key_a, "a", flood, str(num_connections)]
+        path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent)])
+        flooding = subprocess.Popen(
+            [sys.executable, "-c", _FLOOD, *arguments],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+        )
+        time.sleep(3)  # the flood is in full course
+        during = latencies(f"during-{number}")
+        flooding.communicate()
+        idle.append(latencies(f"after-{number}"))
+        for kind, found_s in during.items():  # other programs of the machine slow both down
+            beside_s = statistics.mean(each[kind] for each in idle[-2:])
+            ratios[f"{kind} next to {num_connections} {flood}"] = found_s / beside_s
+
+    assert {name: ratio for name, ratio in ratios.items() if ratio > MOST} == {}
+    wait_until(lambda: resident_bytes(pid) < bytes_before + MOST_BYTES, describe="the memory")
