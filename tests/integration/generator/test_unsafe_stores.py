@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from testkit import group, servers
@@ -21,7 +23,8 @@ def test_store_with_unsafe_sync_settings_receives_no_writes(
     own_store: Store, setting: str, value: str
 ) -> None:
     run = own_store.new_run()
-    (safe,) = map(str, own_store.client.config_get(setting).values())
+    before: Any = own_store.client.config_get(setting)
+    (safe,) = before.values()
     own_store.client.config_set(setting, value)
 
     with Publisher(own_store.url, run) as publisher:
