@@ -25,6 +25,7 @@ from turnstream.errors import (
     RunNotFoundError,
     UnavailableError,
 )
+from turnstream.types.names import shown
 from turnstream_server.gateway.access import authenticate
 from turnstream_server.gateway.bodies import disconnected, json_response
 from turnstream_server.gateway.rest.app import PREFIX as REST_PREFIX
@@ -105,7 +106,7 @@ async def _invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
-    detail = f"{field}: {first['msg'].lower()}, got {first.get('input')!r}"
+    detail = f"{field}: {first['msg'].lower()}, got {shown(first.get('input'))}"
     return json_response({"detail": detail}, status=422)
 
 

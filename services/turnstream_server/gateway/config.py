@@ -61,7 +61,7 @@ class GatewayOptions:
     tls: Tls | None = None
     poll_s: float = 30.0
     session_silence_s: float = DEFAULT_SILENCE_S
-    max_body_bytes: int = 64 << 20
+    max_body_bytes: int = 32 << 20
     max_store_connections: int = 32
     shutdown_grace_s: float = 5.0
     readiness: Readiness = field(default_factory=lambda: Readiness("gateway"))

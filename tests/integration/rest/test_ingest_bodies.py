@@ -367,7 +367,7 @@ def test_idempotency_key_is_for_one_body(ingest: IngestClient) -> None:
 
 
 def test_too_many_items_are_refused(ingest: IngestClient) -> None:
-    response = ingest.send("turns", b'{"items": [' + b",".join([b"{}"] * 8193) + b"]}")
+    response = ingest.send("turns", b'{"items": [' + b",".join([b"{}"] * 2049) + b"]}")
 
     assert response.status_code == 422
     assert response.json()["field"].startswith("items")
@@ -378,7 +378,7 @@ def test_too_many_arrow_items_are_refused(
     ingest: IngestClient, reader: RunReader, route: str
 ) -> None:
     rows: list[dict[str, Any]] = [
-        {**_ROW, "group_id": f"g{number}", "turn": 0} for number in range(8193)
+        {**_ROW, "group_id": f"g{number}", "turn": 0} for number in range(2049)
     ]
     columns = {"groups": ["group_id", "num_samples"], "turns": [*_ROW, "turn"]}
     names = columns.get(route, [*_ROW])
@@ -387,7 +387,7 @@ def test_too_many_arrow_items_are_refused(
     response = ingest.send(route, body, content_type=ARROW)
 
     assert (response.status_code, response.json()["field"]) == (422, "rows")
-    assert "more than 8192" in response.json()["detail"]
+    assert "more than 2048" in response.json()["detail"]
     assert reader.ledger() == {}
 
 

@@ -13,7 +13,8 @@ from testkit.ingest import IngestClient, results_of
 from testkit.stores import RunReader
 from turnstream.batching.config import BatchingConfig
 from turnstream.store.run.runs import create_run
-from turnstream_server.gateway.rest.bodies import MAX_ITEMS, MAX_JSON_BYTES
+from turnstream_server.gateway.body_limits import MAX_JSON_BYTES
+from turnstream_server.gateway.rest.bodies import MAX_TURNS, MAX_WRITES
 from turnstream_server.gateway.rest.ingest.arrow_columns import GROUP_COLUMNS, TURN_COLUMNS
 from turnstream_server.gateway.rest.ingest.places import MAX_TOKEN_BYTES, MAX_TRAJECTORIES
 from turnstream_server.gateway.rest.ingest.publishers import MAX_PUBLISHERS
@@ -46,7 +47,7 @@ def test_table_of_the_page_has_all_arrow_columns() -> None:
 
 
 def test_limits_of_the_page_are_those_of_the_code() -> None:
-    counts = (MAX_ITEMS, MAX_KEYS, MAX_TRAJECTORIES, MAX_PUBLISHERS)
+    counts = (MAX_WRITES, MAX_TURNS, MAX_KEYS, MAX_TRAJECTORIES, MAX_PUBLISHERS)
     sizes = (f"{MAX_TOKEN_BYTES >> 20} MB", f"JSON at most {MAX_JSON_BYTES >> 20} MB")
 
     assert [each for each in (*[f"{n:,}" for n in counts], *sizes) if each not in _TEXT] == []

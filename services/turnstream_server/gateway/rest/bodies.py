@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from turnstream.errors import RecordError
 from turnstream_server.gateway.bodies import read_large_body
+from turnstream_server.gateway.body_limits import MAX_JSON_BYTES
 from turnstream_server.gateway.parsers import Parsers
 from turnstream_server.gateway.request_body import body_of, too_large_text
 
@@ -27,14 +28,20 @@ ARROW_BODY: Final = {
 }
 """The OpenAPI description of a request with an Arrow body."""
 
-MAX_JSON_BYTES: Final = 12 << 20
-"""Largest body of JSON. Parsed, it takes up to fifteen times its size in memory."""
-
 MAX_ITEMS: Final = 8192
-"""Items of one request, and turns of all its items. The largest are the groups of a whole step."""
+"""Rewards, prompts, or members of a task of one request: each has a result."""
+
+MAX_WRITES: Final = 2048
+"""Groups, turns or trajectories of one request: each costs about 0.4 ms of CPU time."""
+
+MAX_TURNS: Final = 4096
+"""Turns of all trajectories of one request, each about 0.15 ms."""
 
 MAX_MEMBERS: Final = 1024
 """Members of a gzip body: each costs a decoder, and may be empty."""
+
+MAX_MEMBERS_OF_GROUPS: Final = 16_384
+"""Trajectories that one request opens: as many as a key may have open."""
 
 _ENCODINGS: Final = ("gzip", "zstd")
 _GZIP: Final = 31  # wbits of zlib for a gzip header and trailer

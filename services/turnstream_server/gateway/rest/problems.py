@@ -21,6 +21,8 @@ from turnstream_server.logs import plain
 
 MEDIA_TYPE: Final = "application/problem+json"
 _TYPE: Final = "https://turnstream.dev/problems/"
+_LONGEST_VALUE: Final = 80
+"""Characters of a list, an object or a text that a document quotes as it was sent."""
 
 
 class _Kind(NamedTuple):
@@ -90,7 +92,10 @@ def invalid_request(error: RequestValidationError) -> Problem:
     """Return the document of a request that does not fit its declaration."""
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
-    value = jsonable_encoder(first.get("input"), custom_encoder={bytes: shown})
+    value = first.get("input")
+    if isinstance(value, list | dict | str | bytes) and len(text := shown(value)) > _LONGEST_VALUE:
+        value = text  # the value may be the whole body
+    value = jsonable_encoder(value, custom_encoder={bytes: shown})
     return Problem(
         type=_TYPE + "invalid",
         title="A field has a wrong value",

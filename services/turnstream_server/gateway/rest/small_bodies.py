@@ -9,8 +9,8 @@ from fastapi import HTTPException, Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 
-MAX_SMALL_BYTES: Final = 512 << 10
-"""Parsed in about 5 ms, in which the event loop does nothing else."""
+MAX_SMALL_BYTES: Final = 256 << 10
+"""Parsed in about 3 ms, in which the event loop does nothing else."""
 
 
 class SmallBodyRoute(APIRoute):

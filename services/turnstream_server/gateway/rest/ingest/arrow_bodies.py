@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 import pyarrow as pa
@@ -18,7 +18,7 @@ from turnstream.generator.encode.checks import checked_turn
 from turnstream.generator.encode.group_checks import checked_key, checked_opening
 from turnstream.types import GroupOpened, Purpose, TrajectoryKey, VersionRun
 from turnstream.types.names import shown
-from turnstream_server.gateway.rest.bodies import MAX_ITEMS
+from turnstream_server.gateway.rest.bodies import MAX_TURNS, MAX_WRITES
 from turnstream_server.gateway.rest.ingest.arrow_columns import (
     COLUMNS,
     EXTRA,
@@ -36,12 +36,13 @@ from turnstream_server.gateway.rest.ingest.writes import (
     Seal,
     Write,
     WrittenTurn,
+    check_num_members,
     named_fields,
     opening_of,
 )
 
 _END_OF_STREAM: Final = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-MAX_VALUES: Final = 1 << 24
+MAX_VALUES: Final = 1 << 23
 """Numbers in the lists of one request: narrow types are widened to 4 bytes."""
 
 MAX_PARTS: Final = 1 << 17
@@ -73,9 +74,10 @@ def parse_trajectories(body: bytes) -> list[Write]:
             wrong type; or a value is wrong, which is named by its row, as in `rows.3.logprobs`.
     """
     members: dict[TrajectoryKey, list[_Row]] = {}
-    for row in _rows(body, COLUMNS, required=REQUIRED):
+    for row in _rows(body, COLUMNS, required=REQUIRED, most=MAX_TURNS):
         with named_fields("rows", row.number):
             members.setdefault(_key_of(row.values), []).append(row)
+    _check_count("trajectories", len(members), most=MAX_WRITES)
     return [_write(item, key, rows) for item, (key, rows) in enumerate(members.items())]
 
 
@@ -85,7 +87,7 @@ def parse_turns(body: bytes) -> list[Write]:
     Raises:
         RecordError, InvalidTurnError: as of `parse_trajectories`.
     """
-    return _items(body, TURN_COLUMNS, required=REQUIRED_OF_TURNS, item_of=_turn_write)
+    return _items(_rows(body, TURN_COLUMNS, required=REQUIRED_OF_TURNS), item_of=_turn_write)
 
 
 def parse_groups(body: bytes) -> list[Opening]:
@@ -94,19 +96,17 @@ def parse_groups(body: bytes) -> list[Opening]:
     Raises:
         RecordError, InvalidTurnError: as of `parse_trajectories`.
     """
-    return _items(body, GROUP_COLUMNS, required=REQUIRED_OF_GROUPS, item_of=_opening)
+    rows = [*_rows(body, GROUP_COLUMNS, required=REQUIRED_OF_GROUPS)]
+    check_num_members((values["num_samples"], values.get("samples")) for _, values in rows)
+    return _items(rows, item_of=_opening)
 
 
 def _items(
-    body: bytes,
-    columns: Mapping[str, Kind],
-    *,
-    required: Sequence[str],
-    item_of: Callable[[int, Mapping[str, Any]], _Item],
+    rows: Iterable[_Row], *, item_of: Callable[[int, Mapping[str, Any]], _Item]
 ) -> list[_Item]:
     """Return an item per row, from its number and its values."""
     items: list[_Item] = []
-    for number, values in _rows(body, columns, required=required):
+    for number, values in rows:
         with named_fields("rows", number):
             items.append(item_of(number, values))
     return items
@@ -200,10 +200,12 @@ def _mapping(pairs: Sequence[tuple[str, Any]], *, field: str) -> dict[str, Any]:
     return found
 
 
-def _rows(body: bytes, columns: Mapping[str, Kind], *, required: Sequence[str]) -> Iterator[_Row]:
+def _rows(
+    body: bytes, columns: Mapping[str, Kind], *, required: Sequence[str], most: int = MAX_WRITES
+) -> Iterator[_Row]:
     numbers = itertools.count()
     try:
-        for batch in _batches(body, columns, required=required):
+        for batch in _batches(body, columns, required=required, most=most):
             names = batch.schema.names
             found = [_values(batch.column(name), name=name) for name in names]
             for values in zip(*found, strict=True):
@@ -217,7 +219,7 @@ def _rows(body: bytes, columns: Mapping[str, Kind], *, required: Sequence[str]) 
 
 
 def _batches(
-    body: bytes, columns: Mapping[str, Kind], *, required: Sequence[str]
+    body: bytes, columns: Mapping[str, Kind], *, required: Sequence[str], most: int
 ) -> Iterator[pa.RecordBatch]:
     """Yield the record batches of a stream, each with checked types and offsets."""
     if not body.endswith(_END_OF_STREAM):
@@ -230,7 +232,7 @@ def _batches(
             num_rows = num_values = num_parts = 0
             for batch in reader:
                 num_rows += batch.num_rows
-                _check_count("turns or groups", num_rows, most=MAX_ITEMS)
+                _check_count("turns or groups", num_rows, most=most)
                 batch.validate(full=True)
                 num_values += sum(map(_num_values, batch.columns))
                 num_parts += sum(map(_num_parts, batch.columns))
@@ -292,9 +294,9 @@ def _check_messages(buffer: pa.Buffer) -> None:
     Content-Encoding compresses a body within a limit.
     """
     for number, message in enumerate(pa.ipc.MessageReader.open_stream(buffer)):
-        if number > MAX_ITEMS or len(message.metadata) > _MAX_METADATA_BYTES:
+        if number > MAX_TURNS or len(message.metadata) > _MAX_METADATA_BYTES:
             raise RecordError(
-                f"the Arrow stream has more than {MAX_ITEMS} batches, or one whose description has "
+                f"the Arrow stream has more than {MAX_TURNS} batches, or one whose description has "
                 f"more than {_MAX_METADATA_BYTES} bytes"
             )
         if message.type == "record batch" and _is_compressed(message.metadata.to_pybytes()):

@@ -24,7 +24,7 @@ from turnstream.errors import InvalidTurnError
 from turnstream.generator.encode.group_checks import checked_key, checked_opening, require_turns
 from turnstream.types import GroupOpened, Purpose, Status, TrajectoryKey
 from turnstream.types.names import shown
-from turnstream_server.gateway.rest.bodies import MAX_ITEMS
+from turnstream_server.gateway.rest.bodies import MAX_TURNS, MAX_WRITES
 from turnstream_server.gateway.rest.ingest.turn_models import (
     AbandonFields,
     Logprobs,
@@ -42,6 +42,7 @@ from turnstream_server.gateway.rest.ingest.writes import (
     Opening,
     Write,
     WrittenTurn,
+    check_num_members,
     named_fields,
     opening_of,
 )
@@ -194,10 +195,11 @@ class TrajectoryItem(_Member, SealFields):
 class GroupsBody(Part):
     """Groups to open."""
 
-    items: Annotated[list[GroupFields], FailFast()] = Field(max_length=MAX_ITEMS)
+    items: Annotated[list[GroupFields], FailFast()] = Field(max_length=MAX_WRITES)
 
     def openings(self) -> list[Opening]:
         """Return the checked openings; InvalidTurnError names item and field."""
+        check_num_members((each.num_samples, each.samples) for each in self.items)
         openings: list[Opening] = []
         for number, item in enumerate(self.items):
             with named_fields("items", number):
@@ -208,7 +210,7 @@ class GroupsBody(Part):
 class TurnsBody(Part):
     """Turns of trajectories; several of one trajectory in the order of their indexes."""
 
-    items: Annotated[list[TurnItem], FailFast()] = Field(max_length=MAX_ITEMS)
+    items: Annotated[list[TurnItem], FailFast()] = Field(max_length=MAX_WRITES)
 
     def writes(self) -> list[Write]:
         """Return the checked writes; InvalidTurnError names item and field."""
@@ -218,7 +220,7 @@ class TurnsBody(Part):
 class TrajectoriesBody(Part):
     """Whole trajectories."""
 
-    items: Annotated[list[TrajectoryItem], FailFast()] = Field(max_length=MAX_ITEMS)
+    items: Annotated[list[TrajectoryItem], FailFast()] = Field(max_length=MAX_WRITES)
 
     @field_validator("items", mode="before")
     @classmethod
@@ -227,9 +229,9 @@ class TrajectoriesBody(Part):
         if isinstance(items, list):
             given = cast("list[Any]", items)
             turns = [each.get("turns") for each in given if isinstance(each, dict)]
-            if sum(len(each) for each in turns if isinstance(each, list)) > MAX_ITEMS:
+            if sum(len(each) for each in turns if isinstance(each, list)) > MAX_TURNS:
                 raise PydanticCustomError(
-                    "many_turns", "more than {most} turns", {"most": MAX_ITEMS}
+                    "many_turns", "more than {most} turns", {"most": MAX_TURNS}
                 )
         return items
 

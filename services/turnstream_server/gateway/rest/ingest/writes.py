@@ -17,6 +17,7 @@ from turnstream.generator.encode.group_checks import (
 )
 from turnstream.types import GroupOpened, Status, TrajectoryKey, Turn
 from turnstream.types.scalars import flag, named_numbers
+from turnstream_server.gateway.rest.bodies import MAX_MEMBERS_OF_GROUPS
 
 
 class Opening(NamedTuple):
@@ -24,6 +25,24 @@ class Opening(NamedTuple):
 
     group: GroupOpened
     members: list[TrajectoryKey]
+
+
+def check_num_members(groups: Iterable[tuple[int, Any]]) -> None:
+    """Refuse groups with too many members, before any member is made.
+
+    Args:
+        groups: `num_samples` and `samples` of each group, as they were sent.
+    """
+    count = sum(
+        len(samples) if hasattr(samples, "__len__") else num_samples
+        for num_samples, samples in groups
+    )
+    if count > MAX_MEMBERS_OF_GROUPS:
+        raise InvalidTurnError(
+            "samples",
+            f"the request opens {count} trajectories, more than {MAX_MEMBERS_OF_GROUPS}: send "
+            "fewer groups, or name fewer samples",
+        )
 
 
 def opening_of(group: GroupOpened, *, samples: Iterable[Any] | None) -> Opening:
