@@ -170,6 +170,11 @@ def test_an_abandoned_sample_can_be_tried_again(store: Store) -> None:
         publisher.trajectory("g", 0, num_samples=1).abandon("never opened").result(10)
         with publisher.trajectory("g", 0, num_samples=1) as first:
             first.abandon("no luck").result(10)
+        with (
+            pytest.raises(InvalidTurnError, match=r"attempt: 5 of trajectory g/0/5 is above 1, "),
+            publisher.trajectory("g", 0, num_samples=1, attempt=5),
+        ):
+            pass
         with publisher.trajectory("g", 0, num_samples=1, attempt=1) as second:
             second.append(ids("ab"), ids("c"))
             second.seal(1.0)

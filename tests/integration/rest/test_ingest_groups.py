@@ -181,6 +181,8 @@ def test_attempt_beyond_the_known_ones_is_422(
     else:
         response = ingest.send("turns", arrow_body([fields]), content_type=ARROW)
 
-    assert "attempt" in response.text
-    assert f"is above {most}, " in response.text
+    (result,) = results_of(response)
+    assert result["status"] == 422
+    assert result["problem"]["field"].endswith("0.attempt")
+    assert f"is above {most}, " in result["problem"]["detail"]
     assert reader.ledger() == {}

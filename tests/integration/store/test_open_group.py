@@ -20,7 +20,7 @@ from turnstream.errors import (
 )
 from turnstream.store.client.scripts import Command
 from turnstream.store.run.credits import credit
-from turnstream.store.run.groups import most_attempts
+from turnstream.store.run.groups import most_samples
 from turnstream.store.run.leases import adopt_command
 
 pytestmark = pytest.mark.redis
@@ -247,12 +247,14 @@ def test_attempts_of_a_group_are_limited_by_its_size(
     run: RunDriver, num_samples: int, name: str, most: int
 ) -> None:
     opening = [f"{name}/0/{attempt}" for attempt in range(most + 1)]
-    assert most_attempts(name, num_samples) == most + 1
+    assert most_samples(name) // num_samples == most + 1
     assert run.do(run.open_group(*opening, group=name, num_samples=num_samples)) == [1] * (most + 1)
 
     beyond = run.open_group(f"{name}/0/{most + 1}", group=name, num_samples=f"{num_samples}+")
     with pytest.raises(InvalidTurnError, match=f"is above {most}, the highest of this group"):
         run.do(beyond)
+    run.client.zadd(run.keys.refills, {f"{name}/0/{most + 1}": 1})
+    assert run.do(beyond) == [1]
 
 
 def test_group_too_large_for_its_name_is_refused_before_any_write(run: RunDriver) -> None:

@@ -73,7 +73,7 @@ def large_group(store: LimitStore, state: str) -> None:
 
 
 def attempts_of_old_release(store: LimitStore) -> None:
-    """Write a group with an attempt that an earlier release accepted."""
+    """Write a group with an attempt far above the known ones, which an earlier release accepted."""
     store.fill(store.keys.groups, [("old", "1024:open")])
     store.fill(store.keys.members, [("old", "1024:999:0:")])
     opened(store, ["old/0/0"])

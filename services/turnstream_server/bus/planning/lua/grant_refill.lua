@@ -5,7 +5,7 @@
 -- Arguments:
 --   ARGV[1] leader epoch    ARGV[2] group name    ARGV[3] number of the group's refill, from 1
 --   ARGV[4] trajectory id   ARGV[5] prompt_uid    ARGV[6] the record
--- Reply: 1; 0 where it was granted before, the group needs none, or has no attempt left; -1 where the attempt is open:
+-- Reply: 1; 0 where it was granted before, or the group needs none; -1 where the attempt is open:
 --        ask for a later one
 -- Errors:
 --   CONFLICT  no such group, or a finished one; or a refill before this one was not granted
@@ -30,10 +30,8 @@ if of_group ~= ARGV[2] or tonumber(sample) >= tonumber(num_samples) then
   return redis.error_reply('INVALID trajectory ' .. ARGV[4] .. ' is none of the ' .. num_samples
     .. ' samples of group ' .. ARGV[2])
 end
--- include: turnstream.store.run/group_limits.lua
-
 local number = tonumber(ARGV[3])
-if number <= tonumber(granted) or tonumber(attempt) >= most_attempts(ARGV[2], num_samples) then
+if number <= tonumber(granted) then
   return 0
 end
 if number > granted + 1 then

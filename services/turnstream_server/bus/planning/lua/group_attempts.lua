@@ -8,16 +8,16 @@
 -- Gives each_attempt(group, num_samples, take). It calls take(ids, entries) with the ids of some
 --       attempts and their ledger entries, false for none, and ends once a call returns true.
 
--- include: turnstream.store.run/group_limits.lua
-
 local function each_attempt(group, num_samples, take)
   local highest = string.match(redis.call('HGET', MEMBERS, group) or '', '^%d*:(%d+)') or 0
-  highest = math.min(tonumber(highest), math.max(1, most_attempts(group, num_samples)) - 1)
   local samples = {}
   for sample = 0, num_samples - 1 do
     samples[#samples + 1] = sample
   end
-  for attempt = 0, highest do
+  for attempt = 0, tonumber(highest) do
+    if #samples == 0 then
+      return
+    end
     local ids = {}
     for i, sample in ipairs(samples) do
       ids[i] = group .. '/' .. sample .. '/' .. attempt

@@ -169,7 +169,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
                 512 in one of 8 samples, 4 in one of 1,024.
 
         Raises:
-            InvalidTurnError: the key is invalid.
+            InvalidTurnError: the key is invalid; entering it, if the attempt is too high.
         """
         group = checked_opening(
             group_id, num_samples, prompt_uid, num_needed=num_needed, purpose=purpose

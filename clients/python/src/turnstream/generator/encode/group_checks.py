@@ -14,7 +14,7 @@ from turnstream.batching.config.values import LARGEST_GROUP
 from turnstream.batching.scoring.tag_statistics import MAX_METRIC
 from turnstream.errors import InvalidTurnError
 from turnstream.store.client.keys import encode_name
-from turnstream.store.run.groups import ATTEMPT_LIMIT, MOST_GROUP_BYTES, most_attempts
+from turnstream.store.run.groups import ATTEMPT_LIMIT, most_samples
 from turnstream.types import Group, GroupOpened, Purpose, Status, Trajectory, TrajectoryKey
 from turnstream.types.names import checked_text, shown
 from turnstream.types.scalars import finite_number, named_numbers, named_values, whole_number
@@ -43,16 +43,9 @@ def checked_opening(
     """
     checked_name(group_id, field="group_id")
     num_samples = whole_number(num_samples, field="num_samples", least=1, limit=_SAMPLE_LIMIT)
-    if num_samples > LARGEST_GROUP:
-        raise InvalidTurnError(
-            "num_samples", f"{num_samples} is above {LARGEST_GROUP}, the most that a group may have"
-        )
-    if not most_attempts(group_id, num_samples):
-        most = MOST_GROUP_BYTES // len(encode_name(group_id))
-        raise InvalidTurnError(
-            "num_samples",
-            f"{num_samples} is above {most}, the most for a group_id of {len(group_id)} bytes",
-        )
+    if num_samples > (most := most_samples(group_id)):
+        name = f"a group_id of {len(group_id)} characters" if most < LARGEST_GROUP else "a group"
+        raise InvalidTurnError("num_samples", f"{num_samples} is above {most}, the most of {name}")
     needed = num_samples
     if num_needed is not None:
         needed = whole_number(num_needed, field="num_needed", least=1, limit=_SAMPLE_LIMIT)
@@ -79,13 +72,6 @@ def checked_key(key: TrajectoryKey, *, num_samples: int | None = None) -> Trajec
     attempt = whole_number(key.attempt, field="attempt", limit=ATTEMPT_LIMIT)
     if num_samples is not None and sample >= num_samples:
         raise InvalidTurnError("sample", f"{sample} in a group of {num_samples}, from 0")
-    if num_samples is not None and attempt:
-        most = max(1, most_attempts(key.group_id, num_samples)) - 1
-        if attempt > most:
-            raise InvalidTurnError(
-                "attempt",
-                f"{attempt} is above {most}, the highest in a group of {num_samples} samples",
-            )
     return TrajectoryKey(key.group_id, sample, attempt)
 
 

@@ -67,16 +67,15 @@ def group_size(
     return f"{group.num_samples}{needed}{purpose}{flags}{number}"
 
 
-def most_attempts(group_id: str, num_samples: int) -> int:
-    """Return the attempts that each sample of a group may have; 0 if the group is too large.
+def most_samples(group_id: str) -> int:
+    """Return the number of samples that a group of this name may have.
 
-    The same rule is in group_limits.lua.
+    The same rule is in group_limits.lua, which limits samples times attempts.
 
-    >>> most_attempts("g", 8), most_attempts("g", 1024), most_attempts("g" * 500, 1024)
-    (512, 4, 1)
+    >>> most_samples("g"), most_samples("g" * 500)
+    (4096, 1048)
     """
-    name_bytes = max(LEAST_NAME_BYTES, len(keys.encode_name(group_id)))
-    return min(ATTEMPT_LIMIT, MOST_GROUP_BYTES // (num_samples * name_bytes))
+    return MOST_GROUP_BYTES // max(LEAST_NAME_BYTES, len(keys.encode_name(group_id)))
 
 
 def read_group_command(run: str, group: GroupOpened) -> Command:

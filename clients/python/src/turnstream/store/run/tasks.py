@@ -17,7 +17,7 @@ from turnstream.store.client.run_ids import find_run
 from turnstream.store.client.scripts import Command, Script, run_command
 from turnstream.store.client.stored_values import parsed_number, reading
 from turnstream.store.run.configs import read_revisions
-from turnstream.store.run.groups import OPEN_GROUP, group_size, most_attempts
+from turnstream.store.run.groups import OPEN_GROUP, group_size, most_samples
 from turnstream.types import GroupOpened, TrajectoryKey
 from turnstream.types.names import checked_text, shown
 from turnstream.types.scalars import whole_number
@@ -70,10 +70,10 @@ class Prompt:
             whole_number(getattr(self, field), field=field, least=least, limit=LARGEST_GROUP + 1)
         if self.num_needed > self.num_samples:
             raise InvalidTurnError("num_needed", f"{self.num_needed} of {self.num_samples} samples")
-        if not most_attempts(self.prompt_uid + _LONGEST_SUFFIX, self.num_samples):
+        if self.num_samples > (most := most_samples(self.prompt_uid + _LONGEST_SUFFIX)):
             raise InvalidTurnError(
                 "num_samples",
-                f"{self.num_samples} are too many for the length of prompt_uid, "
+                f"{self.num_samples} is above {most}, the most for a prompt_uid of "
                 f"{len(self.prompt_uid)} characters",
             )
 

@@ -1,8 +1,8 @@
 #!lua
--- Part of open_group, group_attempts and grant_refill: the number of attempts that a sample may have.
+-- Part of open_group: the number of attempts that a sample may have without a granted refill.
 --
 -- A script that decides a group reads and ends every attempt of it. So samples, attempts and the bytes
--- of the group's name are limited together: see most_attempts in group_checks.py.
+-- of the group's name are limited together: see most_samples in groups.py.
 --
 -- Gives most_attempts(group, num_samples), an integer. It is 0 for a group that cannot be opened.
 

@@ -3,11 +3,11 @@
 --
 -- Attempt 0 of every sample is known with its group. A further one is known by its ledger entry, or by
 -- a granted refill. A writer that has opened its attempt before may repeat that: the store may have
--- lost the attempts before it.
+-- lost the attempts before it. A granted refill has no limit here, but `max_refills` of the run.
 --
 -- Needs LEDGER and REFILLS, keys; `ids` with their `attempts`; `samples` and `again`.
--- Gives why_no_attempt(most), the reason for a refusal. nil where each attempt is below `most`, and
---       follows a known one.
+-- Gives why_no_attempt(most), the reason for a refusal. nil where each attempt is known, or is below
+--       `most` and follows a known one.
 
 local function name_of(id, attempt)
   return string.match(id, '^.*/') .. string.format('%.0f', attempt)
@@ -24,7 +24,7 @@ local function why_no_attempt(most)
     if attempt > 0 then
       named[id] = true
     end
-    if attempt >= most then
+    if attempt >= most and not is_known(id) then
       return string.format('%.0f of trajectory %s is above %.0f, the highest of this group: %s samples '
         .. 'and a name of %d bytes', attempt, id, most - 1, samples, #ARGV[1])
     end
