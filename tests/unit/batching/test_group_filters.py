@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from testkit import ZERO_VARIANCE, config, sealed, shape
 from testkit.folds import fold, key, opened
 from turnstream.batching.config import GroupFilter
-from turnstream.batching.scoring.group_filters import filter_reason
+from turnstream.batching.scoring.group_filters import NOT_TRAINED, filter_reason
 from turnstream.errors import InvalidConfigError
 from turnstream.types import Purpose, SealedTrajectory, Status, TrajectoryState
 
@@ -214,6 +214,9 @@ def test_decision_is_that_of_exact_arithmetic(
         return  # at the tolerance itself, rounding decides
 
     is_equal = reason(members, EQUAL)
+    if not any(trained[: len(values)]):
+        assert is_equal == reason(members, {**MEAN, "low": 0.0}) == NOT_TRAINED
+        return
 
     assert bool(is_equal) == (sum(trained[: len(values)]) >= 2 and spread <= TOLERANCE)
     if (low, high) == (None, None) or (None not in (low, high) and low > high):  # pyright: ignore[reportOperatorIssue] -- both are numbers

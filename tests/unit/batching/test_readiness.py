@@ -160,7 +160,7 @@ def test_equal_rewards_are_filtered_if_configured() -> None:
     [
         ([3, 3], [1, 1], False),
         ([3, 0], [1, 1], True),
-        ([0, 0], [1, 1], True),
+        ([0, 0], [1, 0], False),  # no token is trained
         ([3, 3, 0], [1, 1, 1], False),
         ([3, 3, 0], [1, 1, 0], True),
     ],
@@ -174,8 +174,11 @@ def test_case_40_equal_rewards_are_filtered_with_two_live_members(
     ]
 
     folded, _ = fold([opened(len(members)), *members], FILTER)
+    plain, drops = fold([opened(len(members)), *members], replace(FILTER, group_filters=()))
 
     assert folded.num_ready == is_kept
+    assert plain.num_ready == any(trained)
+    assert [drop.reason for drop in drops] == ["none of its tokens is trained"] * (not any(trained))
 
 
 def test_components_are_filtered_only_where_all_of_them_are_equal() -> None:

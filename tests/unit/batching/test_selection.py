@@ -130,19 +130,23 @@ def test_group_with_a_token_that_is_too_old_expires_whole() -> None:
         # a token that will not be trained is never too old
         (
             policy("drop", mask_truncated=True),
-            [one("a", 1, status=Status.TRUNCATED)],
+            [
+                folds.opened(2, group_id="d"),
+                one("d", 1, status=Status.TRUNCATED),
+                one("d", 3, sample=1),
+            ],
             [],
-            ["a"],
+            ["d"],
             (),
         ),
         # weights that a rollback has undone
         (policy("drop"), [RolledBack(step=1), one("a", 3), one("b")], ["a"], ["b"], ()),
         # only versions that sampled the batch are masked
         (policy("mask"), [mixed("a", (1, 1), (3, 2))], [], ["a"], (1,)),
-        # nothing is left to train of "a" and "b", and nothing was trained of "c" before
+        # nothing is left to train of "a" and "b"
         (
             policy("mask"),
-            [one("a", 1), mixed("b", (0, 1), (1, 2)), one("c", turns=[shape(2, 3, trained=0)])],
+            [one("a", 1), mixed("b", (0, 1), (1, 2)), one("c", 3)],
             ["a", "b"],
             ["c"],
             (),

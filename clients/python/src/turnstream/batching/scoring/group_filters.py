@@ -7,12 +7,14 @@ parentheses, so that the ledger counts groups with one reason and several values
     all values of the reward are equal (1)
     the mean of metric 'accuracy' is below low=0.2 (0.125)
     metric 'accuracy' is missing (sample 3)
+    none of its tokens is trained
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
@@ -26,12 +28,18 @@ from turnstream.batching.scoring.filters import (
 from turnstream.batching.scoring.rewards import MAX_REWARD, raw_reward, raw_turn_rewards
 from turnstream.types import SealedTrajectory
 
+NOT_TRAINED: Final = "none of its tokens is trained"
+
 
 def filter_reason(compared: Sequence[SealedTrajectory], config: BatchingConfig) -> str:
     """Return why a complete group is not trained, by its compared members; empty to train it.
 
-    A member without the judged number, or with one that is not finite, filters its group.
+    A group without a trained token is filtered in every run: a batch of such groups has no
+    denominator. A member without the judged number, or with one that is not finite, filters its
+    group.
     """
+    if not any(_is_live(member, config) for member in compared):
+        return NOT_TRAINED
     for each in config.group_filters:
         reason = _reason(each, compared, config)
         if reason:
