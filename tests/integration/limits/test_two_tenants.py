@@ -36,7 +36,7 @@ from turnstream_server.keys.store import create_key
 pytestmark = [pytest.mark.redis]
 
 CONNECTIONS: Final = 32
-"""Of the flood."""
+"""Connections of the flood."""
 
 MOST: Final = 8
 """Answers to the flood during one request of the other tenant, median. A gateway has two requests
@@ -97,7 +97,7 @@ class Answered:
 
 @pytest.fixture
 def answered(monkeypatch: pytest.MonkeyPatch, tenants: Tenants) -> Answered:
-    """What services in this process answer from now on."""
+    """Count of the answers of services in this process."""
     answered, key = Answered(), tenants.key_b
     of_http, of_grpc = ObservedApp.__call__, RunningCalls.answering
 
