@@ -174,6 +174,14 @@ class TrainerConfig:
         int, typer.Option(min=1, help="Number of complete checkpoints that are kept.")
     ] = 2
     max_steps: Annotated[int, typer.Option(min=0, help="0: until the run ends.")] = 0
+    max_masked_share: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Stop above this share of tokens in masked trajectories.",
+        ),
+    ] = 1.0
     num_threads: Threads = 0
     seed: Annotated[int, typer.Option(help="Seed of training.")] = 0
     timeout_s: Annotated[

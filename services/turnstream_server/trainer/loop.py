@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from turnstream.batching.rows.assemble import take_rows
+from turnstream.errors import InvalidConfigError
 from turnstream.types import MiniBatch, RecoveryToken
 from turnstream.worker import PulledMiniBatch
 from turnstream.worker.steps import Batches, Step
@@ -115,7 +116,19 @@ class Trainer:
         times = self._clock.lap()
         share = step_share(updates, pulled=pulled, cpu_s=times["cpu_s"])
         shares = self._ranks.gather(share)
-        return {"step": step.number, **self._metrics(updates, shares, times=times), **published}
+        metrics = self._metrics(updates, shares, times=times)
+        self._require_trained_tokens(step.number, metrics["masked_share"])
+        return {"step": step.number, **metrics, **published}
+
+    def _require_trained_tokens(self, step: int, masked_share: float) -> None:
+        """Stop if most tokens are of trajectories that were cut off or failed."""
+        limit = self._config.max_masked_share
+        if masked_share > limit:
+            raise InvalidConfigError(
+                "--max-masked-share",
+                f"step {step}: {masked_share:.1%} of the tokens are in masked trajectories, "
+                f"allowed are {limit:.1%}; the checkpoint before the step is kept",
+            )
 
     def _scored(
         self, mini_batches: Iterator[PulledMiniBatch]

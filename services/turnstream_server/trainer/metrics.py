@@ -94,12 +94,14 @@ def pulled_metrics(shares: Sequence[StepShare]) -> dict[str, float]:
     num_tokens = sum(each.num_tokens for each in shares)
     num_positions = sum(each.num_positions for each in shares)
     merged = sum(each.pulled["merge_ratio"] * each.num_tokens for each in shares)
+    num_masked = sum(each.pulled["masked_share"] * each.num_tokens for each in shares)
     return {
         **shares[0].pulled,
         "num_rows": sum(each.num_rows for each in shares),
         "num_tokens": num_tokens,
         "padding_share": 1 - num_tokens / num_positions if num_positions else 0.0,
         "merge_ratio": merged / num_tokens if num_tokens else 1.0,
+        "masked_share": num_masked / num_tokens if num_tokens else 0.0,
     }
 
 

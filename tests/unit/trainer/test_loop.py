@@ -116,6 +116,23 @@ def test_a_step_is_acknowledged_then_published_and_every_second_one_saved(tmp_pa
     ]
 
 
+def test_trainer_stops_above_its_share_of_masked_tokens(tmp_path: Path) -> None:
+    def build(**info: Any) -> PulledMiniBatch:
+        mini_batch = make_mini_batch(**info)
+        trained = mini_batch.rows.trajectory_num_tokens.copy()
+        trained[0] = 0  # 7 of 20 tokens
+        return replace(mini_batch, rows=replace(mini_batch.rows, trajectory_num_tokens=trained))
+
+    stream = StreamInMemory(build=build, last_step=2)
+    _train(stream, tmp_path / "below", max_masked_share=0.36)
+
+    stream = StreamInMemory(build=build, last_step=2)
+    with pytest.raises(InvalidConfigError, match=r"step 1: 35.0% of the tokens .* allowed are 25"):
+        _train(stream, tmp_path / "above", max_masked_share=0.25)
+    assert read_steps(tmp_path / "below/metrics.jsonl")[0]["masked_share"] == 0.35
+    assert not [each for each in stream.calls if each.startswith("committed")]
+
+
 def test_a_checkpoint_is_on_disk_before_it_is_committed(tmp_path: Path) -> None:
     stream = StreamInMemory(last_step=4)
     found: list[int] = []

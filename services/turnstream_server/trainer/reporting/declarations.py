@@ -152,6 +152,7 @@ METRICS: Final = (
             "",
             "Share of padding among the positions of the layout in use.",
         ),
+        Metric("masked_share", "gauge", "", "Share of the tokens in masked trajectories."),
         Metric("merge_ratio", "gauge", "", "Tokens of the separate turns / tokens of the rows."),
         Metric("staleness", "gauge", "versions", "Age of the oldest trained token.", True),
         Metric("oldest_version", "gauge", "", "Oldest version of a trained token.", True),

@@ -71,6 +71,12 @@ class PulledMiniBatch(MiniBatch):
         return sum(int(each.max(initial=0)) * int(np.count_nonzero(each)) for each in passes)
 
     @property
+    def num_masked_tokens(self) -> int:
+        """Tokens of the real rows of trajectories that train no token."""
+        is_masked_B = ~self.rows.is_padding & (self.rows.trajectory_num_tokens == 0)
+        return int(self.rows.input_ids.lengths[is_masked_B].sum())
+
+    @property
     def is_last(self) -> bool:
         """Whether this is the last of its batch: after its update, call `BatchStream.stepped()`."""
         return self.info.is_last
@@ -131,6 +137,7 @@ class Step:
         self._infos: list[MiniBatchInfo] = []
         self._num_tokens: list[int] = []
         self._num_positions = 0
+        self._num_masked = 0
         self._first: PulledMiniBatch | None = first
         self._mini_batches: Iterator[PulledMiniBatch] | None = None
         self._is_taken = False
@@ -183,6 +190,7 @@ class Step:
         self._infos.append(mini_batch.info)
         self._num_tokens.append(mini_batch.num_tokens)
         self._num_positions += mini_batch.num_positions(layout="padded")
+        self._num_masked += mini_batch.num_masked_tokens
         return mini_batch
 
     @property
@@ -197,6 +205,7 @@ class Step:
                 absent if versions are unknown, or above the newest announced one.
         Over this rank:
             padding_share: 0 to 1, of the positions of its padded forward passes.
+            masked_share: share of its tokens in trajectories that train no token, 0 to 1.
             wait_s: seconds without data.
 
         A batch of an older release has no `reward_mean`, `num_trajectories`, `num_rows` and
@@ -207,6 +216,7 @@ class Step:
         found = {
             "padding_share": 1 - num_tokens / self._num_positions if num_tokens else 0.0,
             "merge_ratio": sum(weighted) / num_tokens if num_tokens else 1.0,
+            "masked_share": self._num_masked / num_tokens if num_tokens else 0.0,
             "num_groups": sum(info.denominators.num_groups for info in infos),
             "num_trained_tokens": sum(info.denominators.num_tokens for info in infos),
             "wait_s": self._stream.statistics().wait_s - self._waited_s,
