@@ -120,8 +120,8 @@ def groups(world: World) -> Iterator[Sent]:
     size = MAX_MEMBERS_OF_GROUPS // MAX_WRITES
     many = [{"group_id": f"g{n}", "num_samples": size} for n in range(MAX_WRITES)]
     yield _items(world, many)
-    yield _items(world, [{"group_id": f"g{n}", "num_samples": 8192} for n in range(2)])
-    yield _of_parts(world, b'{"items":[{"group_id":"g","num_samples":8192,"samples":[')
+    yield _items(world, [{"group_id": f"g{n}", "num_samples": 4096} for n in range(2)])
+    yield _of_parts(world, b'{"items":[{"group_id":"g","num_samples":4096,"samples":[')
 
 
 def _member(number: int) -> dict[str, Any]:

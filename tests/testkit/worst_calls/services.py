@@ -11,6 +11,11 @@ from turnstream.store.client.keys import incarnation_key, run_keys
 from turnstream.store.client.scripts import Command
 from turnstream_server.batcher.serving.requests import MAX_DP_WORLD_SIZE
 from turnstream_server.bus.admin.forks import MAX_VERSIONS
+from turnstream_server.bus.sessions.observers import (
+    MOST_FORGOTTEN,
+    MOST_OBSERVERS,
+    MOST_OF_OWNER,
+)
 from turnstream_server.commands.log import MAX_AHEAD, MAX_SHARED, MAX_SHARED_BYTES
 
 WORST: Final[dict[str, Build]] = {}
@@ -21,9 +26,9 @@ CONSTANT: Final = {
     "create_model": "single fields of a new model",
     "discard_dead_letter": "single fields of one trajectory",
     "drop_expired": "one field",
+    "drop_result": "one field of one model",
     "essential_write": "one command, whose words its callers limit",
     "finish_sample": "one field; its result has the limit of the gateway",
-    "observe": "one observer",
     "observed": "one observer",
     "record_rank": "single fields of one rank",
     "renew": "single fields of one model",
@@ -48,6 +53,19 @@ def with_ranks(store: LimitStore, kind: str, entry: str) -> None:
     store.fill(store.keys.batches, [("1", f"1:{HASH}")])
     ranks = range(MAX_DP_WORLD_SIZE - 1)
     store.fill(store.keys.ranks, ((f"{kind}:{rank}", entry) for rank in ranks))
+
+
+@worst(WORST)
+def observe(store: LimitStore) -> list[Command]:
+    """A further observer of a run with the most observers, live and expired."""
+    live = (
+        (f"{number:03}{NAME[3:]}", "1:9999999999999:1000@o") for number in range(MOST_OBSERVERS - 1)
+    )
+    expired = ((f"e{number:03}{NAME[4:]}", "1:0:1000@o") for number in range(MOST_FORGOTTEN))
+    store.fill(store.keys.frontier, [("stepped", 1), ("planned", 1)])
+    store.fill(store.keys.observers, [*live, *expired])
+    words = (NAME, 1, 1_000, "x", 0, MOST_OF_OWNER, MOST_OBSERVERS)
+    return [store.call("observe", *words)]
 
 
 @worst(WORST)
@@ -144,6 +162,15 @@ def finish(store: LimitStore) -> list[Command]:
     size = 1 << 16
     results = [word for n in range(MAX_SHARED) for word in (n, b"r" * size)]
     return [script("finish")(names[:4], 1, 0, *results)]
+
+
+@worst(WORST)
+def keep_results(store: LimitStore) -> list[Command]:
+    """As many results as one model may have in its log, next to those of many others."""
+    results = f"tm:results-{store.run.name}"
+    store.client.zadd(results, {f"S{n}:train:0:1": n for n in range(100_000)})
+    requests = [f"S:train:0:{number}" for number in range(MAX_AHEAD)]
+    return [script("keep_results")((results,), 3_600_000, 0, *requests)]
 
 
 @worst(WORST)
