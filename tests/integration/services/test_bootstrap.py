@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from turnstream.store.client.scripts import run_command
 from turnstream.store.run.batchers import register_command
 from turnstream.store.run.runs import create_run
 from turnstream_server import bootstrap
+from turnstream_server.bus.core import stores
 from turnstream_server.embedded import EmbeddedServer, free_port
 
 pytestmark = pytest.mark.redis
@@ -74,6 +76,19 @@ def test_wait_for_store_names_the_store_that_is_away(caplog: pytest.LogCaptureFi
 
     assert time.monotonic() - began_s >= 0.5
     assert "waiting for" in caplog.text
+
+
+def test_wait_for_store_reports_one_that_never_answers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stores, "_ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
+
+        with pytest.raises(StoreUnavailableError, match="has not answered in time"):
+            bootstrap.wait_for_store(url, durability="everysec", timeout_s=0.5)
+
+    assert "has not answered in time" in caplog.text
 
 
 def test_wait_for_store_returns_when_the_store_starts() -> None:
