@@ -13,6 +13,7 @@ MAX_FIELDS: Final = 1 << 17
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES: Final = {_FIXED64: 8, _FIXED32: 4}
+_VARINT_BYTES: Final = 10
 _NOT_PACKED: Final = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
 
 
@@ -50,16 +51,18 @@ def check_fields(body: bytes, kind: Any) -> None:
     except IndexError:
         is_whole = False
     if not is_whole:
-        raise RecordError(f"the body is no {kind.name}: a field is cut off")
+        raise RecordError(f"the body is no {kind.name}: a field is cut off, or has no end")
 
 
 def _varint(body: bytes, position: int) -> tuple[int, int]:
-    """Return a number of variable length, and the position after it."""
-    value = shift = 0
-    while True:
-        byte = body[position]
-        position += 1
-        value |= (byte & 127) << shift
+    """Return a number of variable length, and the position after it.
+
+    IndexError for one that has no end, or more bytes than any number of 64 bits.
+    """
+    value = 0
+    for place in range(_VARINT_BYTES):
+        byte = body[position + place]
+        value |= (byte & 127) << (7 * place)
         if byte < 128:
-            return value, position
-        shift += 7
+            return value, position + place + 1
+    raise IndexError(position)

@@ -381,6 +381,7 @@ def test_messages_of_many_small_parts_are_refused_before_they_are_built() -> Non
         (datums, PROTOBUF, f"more than {MAX_FIELDS} fields"),
         (shape, PROTOBUF, f"more than {MAX_FIELDS} fields"),
         (cut, PROTOBUF, "is no ForwardBackwardRequest"),
+        (b"\x10" + b"\xff" * (32 << 20), PROTOBUF, "has no end"),  # one number: seconds, or hours
         (brackets, JSON, f"{MAX_BRACKETS + 2 + 1} brackets, more than {MAX_BRACKETS}"),
     ):
         with pytest.raises(RecordError, match=message):
