@@ -20,7 +20,7 @@ from turnstream.errors import UnavailableError
 _LENGTHS: Final = struct.Struct("<QQ")
 _LENGTH: Final = struct.Struct("<Q")
 _BUFFER_BYTES: Final = 1 << 20
-_LONGEST_S: Final = 60.0
+LONGEST_S: Final = 60.0
 """Time for one call. The largest body takes about 2 s of a core."""
 
 
@@ -50,7 +50,7 @@ class ParseProcess:
             UnavailableError: the process has ended, or takes too long.
         """
         try:
-            async with asyncio.timeout(_LONGEST_S):
+            async with asyncio.timeout(LONGEST_S):
                 packed = pickle.dumps(parse)
                 self._stdin.write(_LENGTHS.pack(len(packed), len(body)) + packed)
                 for start in range(0, len(body), _BUFFER_BYTES):
@@ -59,7 +59,7 @@ class ParseProcess:
                 (length,) = _LENGTH.unpack(await self._stdout.readexactly(_LENGTH.size))
                 return await self._stdout.readexactly(length)
         except TimeoutError as error:
-            text = f"the body was not parsed within {_LONGEST_S:g} s"
+            text = f"the body was not parsed within {LONGEST_S:g} s"
             raise UnavailableError(text) from error
         except (OSError, asyncio.IncompleteReadError) as error:
             raise UnavailableError("the process that parses the body has ended") from error

@@ -7,14 +7,13 @@ no other request is answered meanwhile. So large JSON is parsed in a process.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import pickle
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
-from turnstream_server.gateway.parse_process import ParseProcess
+from turnstream_server.gateway.parse_process import LONGEST_S, ParseProcess
+from turnstream_server.keys.places import Places
 
 IN_LOOP_BYTES: Final = 64 << 10
 """Largest body that is parsed in the event loop: a thread costs more than that."""
@@ -24,48 +23,9 @@ IN_THREAD_JSON_BYTES: Final = 256 << 10
 
 _NUM_THREADS: Final = 4
 _NUM_PROCESSES: Final = 2
+"""An owner uses half of either at most, so that another one gets the next free one."""
 
 _Result = TypeVar("_Result")
-
-
-class FairPlaces:
-    """Places for work. An owner has at most half of them, so that others get the next free one."""
-
-    def __init__(self, num_places: int) -> None:
-        self._free = num_places
-        self._most = max(1, num_places // 2)
-        self._used: Counter[str] = Counter()
-        self._waiting: list[tuple[str, asyncio.Future[None]]] = []
-
-    @contextlib.asynccontextmanager
-    async def place(self, owner: str) -> AsyncIterator[None]:
-        """Hold a place in the block."""
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((owner, turn))
-        self._grant()
-        try:
-            await turn
-            yield
-        finally:
-            if turn.done() and not turn.cancelled():
-                self._free += 1
-                self._used[owner] -= 1
-            self._grant()
-
-    def _grant(self) -> None:
-        """Give free places to the first in the queue whose owners may have one."""
-        left: list[tuple[str, asyncio.Future[None]]] = []
-        for owner, turn in self._waiting:
-            if turn.cancelled():
-                continue
-            if not self._free or self._used[owner] >= self._most:
-                left.append((owner, turn))
-                continue
-            self._free -= 1
-            self._used[owner] += 1
-            turn.set_result(None)
-        self._waiting = left
-        self._used += Counter()  # drops owners without a place
 
 
 class Parsers:
@@ -73,8 +33,9 @@ class Parsers:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="gateway-parse")
-        self._thread_places = FairPlaces(_NUM_THREADS)
-        self._process_places = FairPlaces(_NUM_PROCESSES)
+        self._thread_places = _half_of(_NUM_THREADS)
+        self._process_places = _half_of(_NUM_PROCESSES)
+        self._free_processes = asyncio.Semaphore(_NUM_PROCESSES)
         self._idle: list[ParseProcess] = []
 
     async def run(
@@ -96,13 +57,16 @@ class Parsers:
         if len(body) <= IN_LOOP_BYTES:
             return parse(body)
         if is_json and len(body) > IN_THREAD_JSON_BYTES:
-            async with self._process_places.place(owner):
-                return await self._in_process(parse, body)
+            async with self._process_places.lent(owner) as place:
+                await place.take()
+                async with self._free_processes:
+                    return await self._in_process(parse, body)
         return await self.in_thread(lambda: parse(body), owner=owner)
 
     async def in_thread(self, call: Callable[[], _Result], *, owner: str) -> _Result:
         """Return the result of a call that holds the interpreter lock for short times only."""
-        async with self._thread_places.place(owner):
+        async with self._thread_places.lent(owner) as place:
+            await place.take()
             return await self._in_thread(call)
 
     async def close(self) -> None:
@@ -126,3 +90,8 @@ class Parsers:
         if is_error:
             raise result
         return result
+
+
+def _half_of(num_places: int) -> Places:
+    most = num_places // 2
+    return Places(shared=most, alone=most, held_s=LONGEST_S)

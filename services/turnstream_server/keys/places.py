@@ -7,7 +7,9 @@ connections that key has.
 - A request with a body takes its place once the body is there: a slow upload holds none.
 - A request that waits for something holds none: a poll, an event stream, a wait for a task. An
   answer that is being sent holds none.
-- A place is held for two seconds at most, because the store may be away or silent.
+- The place of a request is held for two seconds at most, because the store may be away or silent.
+- A gateway also has places for its parsers. They are held for the whole work, which waits for
+  nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ from typing import Final
 from turnstream.errors import RejectedError
 
 _HELD_S: Final = 2.0
-"""Longest time for which a request holds its place."""
 
 _SHARED_S: Final = 60.0
 """Time after a request of another key in which a process counts as shared."""
@@ -38,11 +39,13 @@ class Places:
     Args:
         shared: requests in work of one owner, while others use the process.
         alone: requests in work of an owner that is alone: it waits for a slow disk, too.
+        held_s: longest time for which a request holds its place.
     """
 
-    def __init__(self, *, shared: int, alone: int) -> None:
+    def __init__(self, *, shared: int, alone: int, held_s: float = _HELD_S) -> None:
         self._shared = shared
         self._alone = alone
+        self._held_s = held_s
         self._queues: dict[str, _Queue] = {}
         self._newest_owner: str | None = None
         self._shared_until_s = 0.0
@@ -65,7 +68,7 @@ class Places:
             self._newest_owner = owner
             self._shared_until_s = 0.0 if is_first else _now_s() + _SHARED_S
         queue = self._queues.setdefault(owner, _Queue(self, owner))
-        place = Place(queue)
+        place = Place(queue, held_s=self._held_s)
         token = _PRESENT.set(place)
         queue.num_present += 1
         try:
@@ -133,14 +136,15 @@ class _Queue:
 class Place:
     """The place of one request."""
 
-    def __init__(self, queue: _Queue) -> None:
+    def __init__(self, queue: _Queue, *, held_s: float) -> None:
         self._queue = queue
+        self._held_s = held_s
         self._limit: asyncio.TimerHandle | None = None
 
     async def take(self) -> None:
         """Wait for the place."""
         await self._queue.take()
-        self._limit = asyncio.get_running_loop().call_later(_HELD_S, self.give_back)
+        self._limit = asyncio.get_running_loop().call_later(self._held_s, self.give_back)
 
     def give_back(self) -> None:
         """Give the place to the next request of the owner. Safe to repeat."""

@@ -6,16 +6,16 @@ import asyncio
 import functools
 import os
 import signal
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from testkit import wait_until
 from turnstream.errors import InvalidTurnError, UnavailableError
-from turnstream_server.gateway.parsers import (
-    IN_LOOP_BYTES,
-    IN_THREAD_JSON_BYTES,
-    FairPlaces,
-    Parsers,
-)
+from turnstream_server.gateway.parsers import IN_LOOP_BYTES, IN_THREAD_JSON_BYTES, Parsers
 
 _SMALL, _LARGE = bytes(IN_LOOP_BYTES), bytes(IN_THREAD_JSON_BYTES + 1)
 
@@ -26,6 +26,10 @@ def _pid(body: bytes) -> tuple[int, int]:
 
 def _end(number: int, _: bytes) -> None:
     os.kill(os.getpid(), number)
+
+
+def _wait_for(path: Path, _: bytes) -> None:
+    wait_until(path.exists)
 
 
 def _refuse(_: bytes) -> None:
@@ -53,19 +57,25 @@ async def test_large_json_is_parsed_in_a_process_that_is_replaced() -> None:
     assert len({own, first[1], third[1]}) == 3
 
 
-async def test_owner_with_a_queue_leaves_a_place_for_others() -> None:
-    places = FairPlaces(2)
-    order: list[str] = []
+async def test_owner_with_a_queue_leaves_a_thread_and_a_process(tmp_path: Path) -> None:
+    parsers, ends, end = Parsers(), threading.Event(), tmp_path / "end"
+    wait = functools.partial(_wait_for, end)
+    calls: list[Coroutine[Any, Any, object]] = [
+        *(parsers.in_thread(ends.wait, owner="a") for _ in range(4)),
+        *(parsers.run(wait, _LARGE, owner="a", is_json=True) for _ in range(2)),
+    ]
+    own = [asyncio.create_task(each) for each in calls]
+    try:
+        await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            in_thread = await parsers.in_thread(os.getpid, owner="b")
+            _, in_process = await parsers.run(_pid, _LARGE, owner="b", is_json=True)
+        num_done = sum(each.done() for each in own)
+    finally:
+        ends.set()
+        end.touch()
+        await asyncio.gather(*own)
+        await parsers.close()
 
-    async def work(name: str) -> None:
-        async with places.place(name[0]):
-            order.append(name)
-            await asyncio.sleep(0)
-
-    waiting = [asyncio.create_task(work(f"a{number}")) for number in range(4)]
-    waiting.append(asyncio.create_task(work("b0")))
-    await asyncio.sleep(0)
-    waiting[1].cancel()
-    await asyncio.wait(waiting)
-
-    assert order == ["a0", "b0", "a2", "a3"]
+    assert num_done == 0
+    assert in_thread == os.getpid() != in_process

@@ -10,7 +10,6 @@ import pytest
 
 from testkit import wait_until_async
 from turnstream.errors import RejectedError
-from turnstream_server.keys import places
 from turnstream_server.keys.places import Held, Places, give_place_back, without_place
 
 
@@ -21,8 +20,8 @@ class Work:
         began: their names, in the order in which they took a place.
     """
 
-    def __init__(self, *, shared: int = 1, alone: int = 1) -> None:
-        self.places = Places(shared=shared, alone=alone)
+    def __init__(self, *, shared: int = 1, alone: int = 1, held_s: float = 60.0) -> None:
+        self.places = Places(shared=shared, alone=alone, held_s=held_s)
         self.began: list[str] = []
         self.ends = asyncio.Event()
 
@@ -91,9 +90,8 @@ async def test_request_that_waits_holds_no_place() -> None:
     give_place_back()  # outside of a request
 
 
-async def test_place_is_passed_on_after_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "_HELD_S", 0.01)
-    work = Work()
+async def test_place_is_passed_on_after_seconds() -> None:
+    work = Work(held_s=0.01)
     tasks = await work.begin("a", "a0", "a1")
 
     await wait_until_async(lambda: len(work.began) == 2, describe="the second request")
