@@ -20,20 +20,16 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 async def read_large_body(request: Request) -> bytes:
-    """Return the body of a request, within the limit of its key; errors as of `RequestBody`."""
+    """Return the body of a request, which is within the limit of its key."""
     return b"".join([chunk async for chunk in request.stream()])
 
 
 async def read_body(request: Request) -> bytes:
     """Return the body of a request; 413 for one of more than MAX_SMALL_BYTES."""
-    chunks: list[bytes] = []
-    num_bytes = 0
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes > MAX_SMALL_BYTES:
-            raise HTTPException(413, too_large_text(MAX_SMALL_BYTES))
-        chunks.append(chunk)
-    return b"".join(chunks)
+    body = await read_large_body(request)
+    if len(body) > MAX_SMALL_BYTES:
+        raise HTTPException(413, too_large_text(MAX_SMALL_BYTES))
+    return body
 
 
 Body = Annotated[bytes, Depends(read_body)]

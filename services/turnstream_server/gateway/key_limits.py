@@ -8,6 +8,7 @@ import math
 import time
 from typing import Final
 
+from fastapi import HTTPException
 from fastapi.responses import Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -137,13 +138,13 @@ class LimitedApp:
                 owner=found.owner if isinstance(found, ApiKey) else "",
             )
             scope[BODY] = body
-            receive = body.receive
-            if declared or is_chunked:
-                receive = _taking(place, receive)
-            else:
-                await place.take()
             try:
-                await self._app(scope, receive, _giving_back(place, send))
+                refusal = await _not_read(scope, body) if declared or is_chunked else None
+                if refusal is not None:
+                    await refusal(scope, receive, send)
+                else:
+                    await place.take()
+                    await self._app(scope, body.receive, _giving_back(place, send))
             finally:
                 body.close()
         return None
@@ -161,21 +162,6 @@ class LimitedApp:
             return min(most, _STRANGER_BYTES)
         own = found.limits.max_body_bytes
         return most if own is None else min(most, own)
-
-
-def _taking(place: Place, receive: Receive) -> Receive:
-    """Return `receive` that takes the place with the last part of the body."""
-    has_ended = False
-
-    async def taking() -> Message:
-        nonlocal has_ended
-        message = await receive()
-        if not has_ended and not message.get("more_body"):
-            has_ended = True
-            await place.take()
-        return message
-
-    return taking
 
 
 def _giving_back(place: Place, send: Send) -> Send:
@@ -224,6 +210,17 @@ def _refused(scope: Scope, status: int, text: str) -> Response:
     if _is_rest(scope):
         return response(Problem(type="about:blank", title=text, status=status, detail=text))
     return json_response({"detail": text}, status=status)
+
+
+async def _not_read(scope: Scope, body: RequestBody) -> Response | None:
+    """Receive a body, also for a route that reads none; return the answer if it is refused."""
+    try:
+        await body.read()
+    except HTTPException as error:
+        refusal = _refused(scope, error.status_code, error.detail)
+        refusal.headers.update(error.headers or {})
+        return refusal
+    return None
 
 
 def _not_known(scope: Scope, error: TurnstreamError) -> Response:

@@ -92,29 +92,35 @@ class RequestBody:
         self._memory = memory
         self.owner = owner
         self._num_taken = 0
-        self._is_whole = False
+        self._whole: bytes | None = None
 
-    async def receive(self) -> Message:
-        """Return the next message.
+    async def read(self) -> None:
+        """Receive the whole body, unless the client disconnects.
 
         Raises:
             HTTPException: 408 for a body that stops to arrive, 413 for a part beyond the limit,
                 429 where all bodies need too much memory.
         """
-        if self._is_whole:
+        body, has_more = bytearray(), True
+        while has_more:
+            message = await self._next()
+            if message["type"] != "http.request":
+                return
+            part = message.get("body", b"")
+            self._count(len(part))
+            body += part
+            has_more = message.get("more_body", False)
+        self._whole = bytes(body)
+
+    async def receive(self) -> Message:
+        """Return the body that was read, and then the further messages of the request."""
+        if self._whole is None:
             return await self._receive()
-        try:
-            async with asyncio.timeout(STALLED_S):
-                message = await self._receive()
-        except TimeoutError as error:
-            text = f"no byte of the body has arrived for {STALLED_S:g} s"
-            raise HTTPException(408, text, headers={"Connection": "close"}) from error
-        self._is_whole = not message.get("more_body", False)
-        self._count(len(message.get("body", b"")))
-        return message
+        body, self._whole = self._whole, None
+        return {"type": "http.request", "body": body, "more_body": False}
 
     def count_unpacked(self, num_bytes: int) -> None:
-        """Count bytes that a compressed body was unpacked to. Errors as of `receive`."""
+        """Count bytes that a compressed body was unpacked to. Errors as of `read`."""
         self._take(num_bytes)
         if self._meter is not None:
             self._meter.add_bytes(num_bytes)
@@ -123,6 +129,14 @@ class RequestBody:
         """Release the memory: the request has ended."""
         self._memory.give_back(self.owner, self._num_taken)
         self._num_taken = 0
+
+    async def _next(self) -> Message:
+        try:
+            async with asyncio.timeout(STALLED_S):
+                return await self._receive()
+        except TimeoutError as error:
+            text = f"no byte of the body has arrived for {STALLED_S:g} s"
+            raise HTTPException(408, text, headers={"Connection": "close"}) from error
 
     def _count(self, num_bytes: int) -> None:
         self._take(num_bytes)

@@ -61,8 +61,8 @@ async def read_content(request: Request, *, media_type: str = JSON) -> bytes:
 
     Raises:
         HTTPException: 413 for a body above the limit of its key, compressed or not, or for JSON
-            above MAX_JSON_BYTES; 415 for a Content-Encoding other than gzip and zstd; 408 and 429
-            as of `RequestBody`.
+            above MAX_JSON_BYTES; 415 for a Content-Encoding other than gzip and zstd; 429 as of
+            `RequestBody`.
         RecordError: the body cannot be decompressed.
     """
     sent = body_of(request)
