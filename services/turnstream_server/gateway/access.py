@@ -7,19 +7,17 @@ from typing import Annotated, Final
 
 import redis.asyncio
 from fastapi import Depends, HTTPException, Request
-from starlette.datastructures import Headers
 
 from turnstream.errors import AccessDeniedError, TurnstreamError, UnknownKeyError
 from turnstream_server.commands.models import ModelRecord
 from turnstream_server.commands.samplers import SamplerRecord
 from turnstream_server.commands.sessions import Session
 from turnstream_server.gateway.state import Gateway
+from turnstream_server.keys.access import secret_of
 from turnstream_server.keys.records import PREFIX, ApiKey
 
 IDENTITY: Final = "turnstream.identity"
 """Entry of the scope of a request: its `ApiKey`, or the error of the check."""
-
-_BEARER: Final = "bearer "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +83,3 @@ async def identify(request: Request) -> ApiKey:
         return found
     gateway: Gateway = request.app.state.gateway
     return await gateway.keys.identify(secret_of(request.headers))
-
-
-def secret_of(headers: Headers) -> str:
-    """Return the key in the headers of a request; "" for none."""
-    if key := headers.get("x-api-key"):
-        return key
-    authorization = headers.get("authorization", "")
-    if authorization.lower().startswith(_BEARER):
-        return authorization[len(_BEARER) :].strip()
-    return ""

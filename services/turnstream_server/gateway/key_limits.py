@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnstream.errors import RejectedError, TurnstreamError
-from turnstream_server.gateway.access import IDENTITY, secret_of
+from turnstream_server.gateway.access import IDENTITY
 from turnstream_server.gateway.bodies import json_response
 from turnstream_server.gateway.parsers import IN_LOOP_BYTES
 from turnstream_server.gateway.request_body import BODY, BodyMemory, RequestBody, too_large_text
@@ -22,7 +22,7 @@ from turnstream_server.gateway.rest.app import PREFIX
 from turnstream_server.gateway.rest.problems import Problem, problem_of, response
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.gateway.web_pages import refusal_of
-from turnstream_server.keys.access import KeyChecks
+from turnstream_server.keys.access import KeyChecks, secret_of
 from turnstream_server.keys.limits import Meters, too_fast
 from turnstream_server.keys.places import Place, Places
 from turnstream_server.keys.records import LOCAL_KEY, ApiKey, KeyLimits

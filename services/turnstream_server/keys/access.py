@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import redis.asyncio
@@ -15,6 +16,7 @@ from turnstream.errors import (
     UnavailableError,
     UnknownKeyError,
 )
+from turnstream.store.client.api_keys import METADATA
 from turnstream.store.client.replies import translating
 from turnstream_server.keys.records import (
     LOCAL_KEY,
@@ -35,6 +37,8 @@ _ANSWER_S: Final = 3.0
 
 _MAX_CACHED: Final = 10_000
 
+_BEARER: Final = "bearer "
+
 
 class _Found(NamedTuple):
     """Answer of the store.
@@ -50,6 +54,21 @@ class _Found(NamedTuple):
     asked_s: float
     answered_s: float
     expires_s: float
+
+
+def secret_of(headers: Mapping[str, str]) -> str:
+    """Return the key in the headers of a request, or in the metadata of a call; "" for none.
+
+    Names are in lower case. An empty `x-api-key` counts as none.
+
+    >>> secret_of({"x-api-key": "", "authorization": "Bearer tml-a"}), secret_of({})
+    ('tml-a', '')
+    """
+    if key := headers.get(METADATA):
+        return key
+    authorization = headers.get("authorization", "")
+    is_bearer = authorization[: len(_BEARER)].lower() == _BEARER
+    return authorization[len(_BEARER) :].strip() if is_bearer else ""
 
 
 class KeyChecks:

@@ -31,10 +31,9 @@ from turnstream.errors import (
     UnavailableError,
     UnknownKeyError,
 )
-from turnstream.store.client.api_keys import METADATA
 from turnstream.store.client.connection import connect_async
 from turnstream.weights import CHECKSUMS, parse_checksums
-from turnstream_server.keys.access import KeyChecks
+from turnstream_server.keys.access import KeyChecks, secret_of
 from turnstream_server.keys.policy import is_loopback
 from turnstream_server.options import split_address
 from turnstream_server.tls import Tls
@@ -88,12 +87,8 @@ def weights_app(folder: Path, access: WeightsAccess | None = None) -> Starlette:
 
 async def _check_key(request: Request, checks: KeyChecks, *, run: str) -> None:
     """Refuse a request whose key may not read the run, as a gateway does."""
-    secret = request.headers.get(METADATA)
-    if secret is None:
-        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
-        secret = secret.strip() if scheme.lower() == "bearer" else ""
     try:
-        (await checks.identify(secret)).require("read", run=run)
+        (await checks.identify(secret_of(request.headers))).require("read", run=run)
     except UnknownKeyError as error:
         raise HTTPException(401, str(error)) from error
     except AccessDeniedError as error:

@@ -68,6 +68,10 @@ def test_published_weights_need_a_key_of_the_run_and_have_tls(
         for key in denied:
             with pytest.raises(AccessDeniedError, match="403"):
                 fetch(api_key=key)
+        bearer = {"X-API-Key": "", "Authorization": f"Bearer {reads}"}
+        trusted = ssl.create_default_context(cafile=str(certificates.ca))
+        config = httpx2.get(f"{weights.url}/v1/config.json", headers=bearer, verify=trusted)
+        assert config.status_code == 200
         monkeypatch.setenv("TURNSTREAM_API_KEY", reads)
         assert (fetch() / "config.json").read_bytes() == b"{}"
         assert weights.url.startswith("https://127.0.0.1:")

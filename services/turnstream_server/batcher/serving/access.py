@@ -12,18 +12,15 @@ import redis.asyncio
 from google.protobuf.message import Message
 
 from turnstream.errors import RunNotFoundError
-from turnstream.store.client.api_keys import METADATA
 from turnstream.wire.v1 import batches_pb2 as batches
 from turnstream.wire.v1 import operations_pb2 as operations
 from turnstream_server.batcher.serving.calls import Context, bounded_by_store, store_time_s
 from turnstream_server.batcher.serving.requests import parse_request
 from turnstream_server.commands.models import read_model_async
-from turnstream_server.keys.access import KeyChecks
+from turnstream_server.keys.access import KeyChecks, secret_of
 from turnstream_server.keys.limits import Meters
 from turnstream_server.keys.places import Held, Places
 from turnstream_server.keys.records import LOCAL_KEY, ApiKey, Role
-
-_BEARER: Final = "bearer "
 
 _CALLER: ContextVar[ApiKey] = ContextVar("caller", default=LOCAL_KEY)
 
@@ -80,7 +77,7 @@ class Access:
             InvalidConfigError: the request cannot be read.
         """
         async with bounded_by_store(self._client, store_time_s(context.time_remaining())):
-            key = await self._keys.identify(secret_of(context))
+            key = await self._keys.identify(secret_of(_headers_of(context)))
         self._meters.admit(key, num_bytes=len(data), now_s=time.monotonic())
         async with self._places.lent(key.key_id) as place:
             await place.take()
@@ -121,15 +118,10 @@ def observer_rights() -> ObserverRights:
     return {"owner": key.owner, "is_admin": "admin" in key.roles}
 
 
-def secret_of(context: Context) -> str:
-    """Return the key in the metadata of a call; "" for none."""
-    metadata = dict(context.invocation_metadata() or ())
-    key = metadata.get(METADATA)
-    if not key:
-        authorization = metadata.get("authorization", "")
-        is_bearer = authorization[: len(_BEARER)].lower() == _BEARER
-        key = authorization[len(_BEARER) :].strip() if is_bearer else ""
-    return key if isinstance(key, str) else ""
+def _headers_of(context: Context) -> dict[str, str]:
+    """Return the metadata of a call that is text."""
+    metadata = context.invocation_metadata() or ()
+    return {name: value for name, value in metadata if isinstance(value, str)}
 
 
 def _role_of(request: Message) -> Role:
