@@ -69,10 +69,16 @@ def test_acknowledgement_repeats_lost_steps_first(
     assert [each[1] for each in batcher.calls if each[0] != "Get"] == expected
 
 
-def test_lost_announcement_is_repeated_after_the_lost_steps(batcher: Any) -> None:
+@pytest.mark.parametrize("is_outdated", [False, True])
+def test_lost_announcement_is_repeated_after_the_lost_steps(
+    batcher: Any, is_outdated: bool
+) -> None:
+    lost = ConflictError("it does not follow")
     with pulled(batcher, 2) as stream:
         stream.announce_version(7)
-        batcher.refusals = [ConflictError("it does not follow")] * 2
+        batcher.refusals = [lost, lost]
+        if is_outdated:  # another thread has announced a version above it
+            batcher.refusals += [None, None, ConflictError("version 7 is not above 8")]
 
         stream.stepped()
 

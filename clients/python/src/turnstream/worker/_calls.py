@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -212,7 +213,8 @@ class BatcherCalls:
         """Acknowledge the newest step again, and first the steps before it that the store lost.
 
         Then announce the newest version again: groups may wait for it. A call that the store still
-        has changes nothing. `timeout_s` limits each call.
+        has changes nothing. Nor does a version below one that another thread has announced in the
+        meantime. `timeout_s` limits each call.
         """
         lost: list[tuple[int, str]] = []
         for step, manifest_hash in reversed(self._steps):
@@ -224,7 +226,8 @@ class BatcherCalls:
         for step, manifest_hash in reversed(lost):
             self._stepped(step, manifest_hash, timeout_s=timeout_s)
         if self._announced is not None:
-            self._announce(self._announced, timeout_s=timeout_s)
+            with contextlib.suppress(ConflictError):
+                self._announce(self._announced, timeout_s=timeout_s)
 
     def announce_version(self, version: int, *, step: int, weights_uri: str) -> None:
         """Announce new weights."""

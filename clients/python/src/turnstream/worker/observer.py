@@ -62,7 +62,7 @@ class ObserverStream(MiniBatches):
             dp_world_size: number of such positions; independent of the trainer's.
             first_step: the first step of a new observer; None: the one after the last stepped.
             expiry_s: longest silence, and longest time for one batch, before the observer expires;
-                10 or more.
+                10 s to 7 days.
             timeout_s: as for `BatchStream`.
             max_prefetch_bytes: as for `BatchStream`.
             api_key: as for `BatchStream`.
@@ -102,7 +102,9 @@ class ObserverStream(MiniBatches):
 
         Raises:
             RejectedError: this is not dp_rank 0, or no finished batch waits to be acknowledged.
-            ObserverExpiredError: it was silent for longer than `expiry_s`.
+            ObserverExpiredError: it was silent for longer than `expiry_s`, or was removed.
+            ConflictError: the observer belongs to another API key.
+            StoreBehindError: the store lost the batch.
         """
         self._require_rank_0("seen")
         info = self._finished_batch("seen")
