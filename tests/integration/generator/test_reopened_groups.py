@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import signal
@@ -14,7 +15,10 @@ from testkit import ids
 from testkit.stores import Store
 from turnstream.errors import ConflictError, RejectedError
 from turnstream.generator import GroupWriter, Publisher
+from turnstream.generator.api.adoption import Reopened
+from turnstream.generator.api.trajectory_writers import TrajectoryWriter
 from turnstream.store.client import keys
+from turnstream.types import GroupOpened
 
 pytestmark = pytest.mark.redis
 
@@ -133,6 +137,37 @@ def test_group_open_in_the_same_publisher_is_not_written_twice(store: Store) -> 
         write_all(group)
 
     assert inner == []
+
+
+@pytest.mark.parametrize("num_lost", [1, 3])
+def test_samples_that_another_generator_opens_first_are_its_own(
+    store: Store, num_lost: int
+) -> None:
+    run = store.new_run()
+
+    with Publisher(store.url, run) as publisher, Publisher(store.url, run) as faster:
+        group = publisher.group("g", 3, exist_ok=True)
+        reopen = group._reopen
+        assert reopen is not None
+
+        async def read_and_lose(opened: GroupOpened) -> Reopened[TrajectoryWriter]:
+            found = await reopen(opened)
+            if found.unopened:
+                await asyncio.to_thread(write_first, faster)
+            return found
+
+        def write_first(publisher: Publisher) -> None:
+            for sample in range(num_lost):
+                with publisher.trajectory("g", sample, num_samples=3) as trajectory:
+                    trajectory.append(ids("ab"), ids("c"))
+                    trajectory.seal(1.0)
+
+        group._reopen = read_and_lose
+        with group:
+            written = write_all(group)
+
+    assert written == [*range(num_lost, 3)]
+    assert store.read(run).states() == SEALED
 
 
 def test_finished_sample_is_refused_by_its_number(store: Store) -> None:

@@ -89,17 +89,23 @@ class GroupWriterBase(Generic[_Sender, _Writer]):
 
     async def _enter(self) -> None:
         """Open all samples, or those that a group which may exist still needs."""
-        if self._reopen is None:
-            await self._open(dict.fromkeys(range(self._group.num_samples), 0))
-            return
         try:
-            await self._open_rest(await self._reopen(self._group))
-        except ConflictError:  # another generator was faster, or the sizes differ: raised again
-            await self._open_rest(await self._reopen(self._group))
+            if self._reopen is None:
+                await self._open(dict.fromkeys(range(self._group.num_samples), 0))
+                return
+            try:
+                await self._open_rest(await self._reopen(self._group))
+            except ConflictError:  # another generator was faster, or the sizes differ: raised again
+                self._lanes = {s: lane for s, lane in self._lanes.items() if lane.error is None}
+                await self._open_rest(await self._reopen(self._group))
+        except BaseException as error:
+            self._abandon_unsealed(error)
+            raise
 
     async def _open_rest(self, reopened: Reopened[_Writer]) -> None:
-        self._writers = dict(reopened.writers)
-        self._halves = reopened.halves
+        """Add the unfinished samples of a group to those that are open here."""
+        self._writers |= reopened.writers
+        self._halves += reopened.halves
         await self._open(reopened.unopened)
 
     async def _open(self, attempts: Mapping[int, int]) -> None:
@@ -112,12 +118,8 @@ class GroupWriterBase(Generic[_Sender, _Writer]):
         lanes = self._sender.put(
             lambda: self._outbox.admissions.request(group, members, opened=opened)
         )
-        self._lanes = dict(zip(attempts, lanes, strict=True))
-        try:
-            await opened
-        except BaseException as error:
-            self._abandon_unsealed(error)
-            raise
+        self._lanes |= zip(attempts, lanes, strict=True)
+        await opened
 
     def _abandon_unsealed(self, error: BaseException | None) -> None:
         """Abandon the samples that are not sealed, and warn of those that should be."""
