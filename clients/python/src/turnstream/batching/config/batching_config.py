@@ -76,10 +76,9 @@ class BatchingConfig:
         overlong_length: response tokens above which a trajectory is too long; 0 means no limit.
         overlong_buffer: response tokens before `overlong_length` over which the compared reward
             falls by up to 1; 0 leaves it unchanged.
-        length_reward_weight: factor of the length reward, which is added to the compared reward:
-            between the longest and the shortest response of the compared members of its group it
-            rises from -1/2 to 1/2, and an incorrect one has at most 0 (arXiv:2501.12599). 0 means
-            none.
+        length_reward_weight: factor of the length reward, which is added to the compared reward.
+            The longest response of the compared members of a group has -1/2, the shortest 1/2. An
+            incorrect one has at most 0 (arXiv:2501.12599). 0 means none.
         correct_reward: reward from which on a response is correct, before any penalty.
         mask_truncated: trajectories that were truncated or aborted, or are longer than
             `overlong_length`, are masked: in the batch with no token trained, outside every

@@ -16,7 +16,7 @@ from turnstream.store.run.budget import FIRST_BYTES
 from turnstream.types import GroupOpened, TrajectoryKey
 
 _MAX_SEALS: Final = 256  # a script can unpack some thousand values, not more
-_MAX_SEAL_BYTES: Final = 1 << 20  # of one call, which blocks the store; one seal may be longer
+_MAX_SEAL_BYTES: Final = 1 << 20  # a call blocks the store; one seal alone may be longer
 
 
 class PendingTurn(NamedTuple):
