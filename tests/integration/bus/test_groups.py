@@ -118,6 +118,18 @@ async def test_open_members_of_a_dropped_group_are_surplus_for_late_calls(run: A
     assert settled["members"] is None
 
 
+async def test_attempt_after_one_that_the_store_lost_is_surplus_too(run: Any) -> None:
+    for attempt in range(3):
+        await run.open("a", attempt=attempt)
+    await run.client.hdel(run.keys.ledger, "a/1/1")
+    await run.client.zrem(run.keys.leases, "a/1/1")
+
+    await run.settle("a", TrajectoryState.INCOMPLETE)
+
+    assert await run.client.hget(run.keys.ledger, "a/1/2") == b"surplus:why"
+    assert not await run.client.exists(run.keys.leases)
+
+
 async def test_a_decided_group_takes_no_more_samples_and_keeps_what_is_sealed(run: Any) -> None:
     await run.open("a", num_samples=4, num_needed=2, num_sealed=2)
     await run.seal("a", 2, awaits_reward=True)
