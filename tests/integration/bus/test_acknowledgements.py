@@ -163,7 +163,10 @@ async def test_admission_waits_for_announcements_of_a_session_that_announces(
     await announce(run, version(2, step=2))
     assert await run.last_wake_up() != before
     assert await is_admitted()
-    token = await train(session, 3)
+    await announce(run, version(3, step=3))  # before its step is done
+    await train(session, 3)
+    assert await is_admitted()
+    token = await train(session, 4)
     assert not await is_admitted()
     await run.start("after it died before its announcement", token=token)
     assert await is_admitted()

@@ -320,7 +320,8 @@ class BatchStream(MiniBatches):
 
         Args:
             version: name of the weights, above `newest_version`.
-            step: the last step in these weights; None: the last stepped one.
+            step: the last step in these weights; None: the last stepped one. Before `stepped`, name
+                the step: groups of the next one wait until it is announced.
             weights_uri: address of the weights; "" if they travel another way.
 
         Raises:

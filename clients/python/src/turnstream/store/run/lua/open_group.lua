@@ -4,8 +4,8 @@
 -- A new group to train needs capacity, by the rule of batching/fold/capacity.py: at most
 -- planned_groups + (max_staleness + trained + 1 - planned) * batch_groups groups may ever have been
 -- opened, not counting those that were dropped untrained; and at most max_open_groups are open at once, where the run
--- has such a bound. `trained` is the newest step whose weights are announced, where the trainer
--- announces. A paused run admits none. A known group, or one to evaluate, needs no capacity.
+-- has such a bound. `trained` is the result of admitting_step: if the trainer announces versions, the
+-- step of the newest one. A paused run admits none. A known group, or one to evaluate, needs no capacity.
 --
 -- Any new group needs bytes, for its samples at the usual size: in the run's budget, and in the server's
 -- memory without a reserve. A group that a starving trainer waits for may exceed any budget, and have half of
