@@ -18,7 +18,8 @@ from turnstream.generator import GroupWriter, Publisher
 from turnstream.generator.api.adoption import Reopened
 from turnstream.generator.api.trajectory_writers import TrajectoryWriter
 from turnstream.store.client import keys
-from turnstream.types import GroupOpened
+from turnstream.store.run.groups import most_attempts
+from turnstream.types import GroupOpened, TrajectoryKey
 
 pytestmark = pytest.mark.redis
 
@@ -115,6 +116,23 @@ def test_half_written_sample_starts_again_with_the_next_attempt(
         *("g/0/0", "g/2/0", "g/1/2" if again == "half" else "g/1/1")
     ]
     assert "group g: sample 1 starts again" in caplog.text
+
+
+def test_half_written_sample_without_a_further_attempt_leaves_the_others(store: Store) -> None:
+    run, group_id, num_samples = store.new_run(), "g" * 512, 513
+    opened = GroupOpened(group_id=group_id, prompt_uid="", num_samples=num_samples)
+    assert most_attempts(opened) == 1
+    with Publisher(store.url, run, writer="gen-0") as publisher:  # ends without leaving the group
+        first, *_ = publisher.group(group_id, num_samples).__enter__()
+        first.append(ids("ab"), ids("d"))
+
+    with (
+        Publisher(store.url, run, writer="gen-0") as publisher,
+        publisher.group(group_id, num_samples, exist_ok=True) as group,
+    ):
+        unfinished = [trajectory.key for trajectory in group]
+
+    assert unfinished == [TrajectoryKey(group_id, sample) for sample in range(1, num_samples)]
 
 
 def test_samples_of_a_living_generator_stay_with_it(store: Store) -> None:

@@ -22,9 +22,9 @@ from turnstream.store.client import keys
 from turnstream.store.client.replies import parse_refusal
 from turnstream.store.client.scripts import Script
 from turnstream.store.run.budget import lease_of_seal
-from turnstream.store.run.groups import Unfinished
+from turnstream.store.run.groups import Unfinished, most_attempts
 from turnstream.store.run.leases import adopt_command
-from turnstream.types import DeclaredColumn, TrajectoryKey, Turn
+from turnstream.types import DeclaredColumn, GroupOpened, TrajectoryKey, Turn
 
 _APPEND = Script("append", "turnstream.generator.outbox")
 _POST_SEALED = Script("post_sealed", "turnstream.generator.outbox")
@@ -137,7 +137,7 @@ class Reopened(NamedTuple, Generic[_Writer]):
 
 
 async def adopt_unfinished(
-    group_id: str,
+    group: GroupOpened,
     unfinished: Unfinished,
     *,
     is_written_here: Callable[[int], bool],
@@ -145,7 +145,8 @@ async def adopt_unfinished(
 ) -> Reopened[_Writer]:
     """Adopt the open samples of a group; those that are half-written are tried again.
 
-    Leases of another writer are awaited. A sample is left to its writer if that renews the lease.
+    A half-written sample that has all its attempts is only adopted. Leases of another writer are
+    awaited. A sample is left to its writer if that renews the lease.
     """
     reopened = Reopened[_Writer](dict.fromkeys(unfinished.unopened, 0), {}, [])
     left_s = {(sample, 0): math.inf for sample in unfinished.open if not is_written_here(sample)}
@@ -162,12 +163,12 @@ async def adopt_unfinished(
                     _logger.info(
                         "group %s: sample %d belongs to another writer; its lease ends in %.0f s "
                         "unless it is renewed",
-                        *(group_id, attempt[0], lease_s),
+                        *(group.group_id, attempt[0], lease_s),
                     )
                 left_s[attempt] = lease_s
                 continue
             del left_s[attempt]
-            following = _take(writer, reopened, unfinished.again)
+            following = _take(writer, reopened, unfinished.again, most=most_attempts(group))
             if following is not None:
                 left_s[following] = math.inf
         await asyncio.sleep(min(_POLL_S, max(left_s.values(), default=0.0)))
@@ -175,11 +176,16 @@ async def adopt_unfinished(
 
 
 def _take(
-    writer: _Writer, reopened: Reopened[_Writer], again: Mapping[int, tuple[int, str]]
+    writer: _Writer,
+    reopened: Reopened[_Writer],
+    again: Mapping[int, tuple[int, str]],
+    *,
+    most: int,
 ) -> tuple[int, int] | None:
     """Sort an adopted attempt into `reopened`; return the later attempt to adopt, if there is one.
 
-    An attempt with turns is half-written: the next attempt starts its episode again.
+    An attempt with turns is half-written: the next of at most `most` attempts starts its episode
+    again.
     """
     key = writer.key
     if not writer.turns:
@@ -190,9 +196,13 @@ def _take(
     if last > key.attempt and state == "open":
         return key.sample, last
     if last <= key.attempt or state == "abandoned":
-        reopened.unopened[key.sample] = max(last, key.attempt) + 1
+        following, outcome = max(last, key.attempt) + 1, "starts again"
+        if following < most:
+            reopened.unopened[key.sample] = following
+        else:
+            outcome = f"is abandoned after {most} attempts, the most of its group"
         _logger.warning(
-            "group %s: sample %d starts again: an earlier process left it with %d turns, no seal",
-            *(key.group_id, key.sample, len(writer.turns)),
+            "group %s: sample %d %s: an earlier process left it with %d turns, no seal",
+            *(key.group_id, key.sample, outcome, len(writer.turns)),
         )
     return None

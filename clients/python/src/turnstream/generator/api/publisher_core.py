@@ -268,7 +268,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
             return self._sender.put(lambda: self._outbox.tracker.has_any(keys))
 
         return await adopt_unfinished(
-            group.group_id,
+            group,
             parse_unfinished(reply, num_samples=group.num_samples),
             is_written_here=is_written_here,
             adopt=lambda *attempt: self._adopt(TrajectoryKey(group.group_id, *attempt)),

@@ -78,6 +78,15 @@ def most_samples(group_id: str) -> int:
     return MOST_GROUP_BYTES // max(LEAST_NAME_BYTES, len(keys.encode_name(group_id)))
 
 
+def most_attempts(group: GroupOpened) -> int:
+    """Return the number of attempts that a sample of a group may have without a granted refill.
+
+    >>> most_attempts(GroupOpened(group_id="g", prompt_uid="", num_samples=8))
+    512
+    """
+    return max(1, min(ATTEMPT_LIMIT, most_samples(group.group_id) // group.num_samples))
+
+
 def read_group_command(run: str, group: GroupOpened) -> Command:
     """Return the call that reads how far the samples of a group are; nothing is sent."""
     names = keys.run_keys(run)
