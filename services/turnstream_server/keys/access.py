@@ -154,7 +154,7 @@ class KeyChecks:
         return _Found(key, now_s, now_s, now_s + left_s)
 
     def _keep(self, key_id: str, found: _Found) -> None:
-        """Remember an answer; of too many the oldest is dropped.
+        """Keep an answer in the cache; above its limit, drop the oldest one.
 
         Keys that do not exist have a place of their own: anyone can make up many of them.
         """
