@@ -21,10 +21,12 @@ from torch import Tensor
 from testkit.operations import make_operation
 from testkit.processes import FORKING
 from testkit.waiting import TIMEOUT_S
+from turnstream.batching.packing.microbatch import Budget
 from turnstream.batching.rows.operations import Operation
 from turnstream.records.batches import decode_mini_batch
 from turnstream.store.client.connection import connect, connect_async
 from turnstream_server import failpoints
+from turnstream_server.batcher.assembly import operation_shares
 from turnstream_server.batcher.assembly.operation_shares import (
     cut_operations,
     encode_operation_share,
@@ -275,9 +277,20 @@ def serve(
         call.stop()
 
 
-def serve_ranks(house: House, model: HostedClient, ranks: Ranks, _folder: Path) -> None:
-    """Run a worker of several ranks, as a job of `run_ranks`."""
-    serve(house, ranks, models=[model])
+def serve_ranks(
+    house: House,
+    model: HostedClient,
+    ranks: Ranks,
+    _folder: Path,
+    *,
+    budget: Budget = operation_shares._BUDGET,  # pyright: ignore[reportPrivateUsage]
+) -> None:
+    """Run a worker of several ranks, as a job of `run_ranks`.
+
+    `budget` is that of a forward pass.
+    """
+    with patch.object(operation_shares, "_BUDGET", budget):
+        serve(house, ranks, models=[model])
 
 
 def shares_of(client: redis.Redis, ranks: Ranks) -> ReadShares:

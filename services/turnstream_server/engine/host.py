@@ -107,7 +107,8 @@ class Host:
             torch.cuda.empty_cache()
 
     def read(self, model_id: str, run: Run, skipped: frozenset[int]) -> None:
-        """Read the rows of training calls for `train`."""
+        """Read the rows of training calls for `train`; those of an earlier call are dropped."""
+        self._begun.pop(model_id, None)  # it has failed on another rank
         self._shares[model_id] = self._read_shares(model_id, run, skipped)
 
     def train(self, model_id: str, *, adds_gradient: bool) -> Outputs | None:
@@ -159,6 +160,7 @@ class Host:
             BatchingError: its rows do not fit the base model.
         """
         base = self._bases[record.base_model]
+        self._begun.pop(record.model_id, None)  # it has failed on another rank
         mini_batch = self._runs.pull(record.model_id, run, timeout_s=timeout_s)
         check_fits(mini_batch, context_length=base.context_length, vocab_size=base.vocab_size)
 

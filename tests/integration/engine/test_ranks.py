@@ -6,36 +6,43 @@ import functools
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from testkit.hosted import STEP, HostedClient, House, datums, save, serve_ranks
 from testkit.ranks import run_ranks
+from turnstream.batching.packing.microbatch import Budget
+from turnstream_server.batcher.assembly import operation_shares
 from turnstream_server.commands.contents import LoadWeights
 from turnstream_server.commands.results import TrainingOutput
 
+_SMALL = Budget(limit=8)
+
 
 def make_model(house: House) -> HostedClient:
-    """Return a model whose first pass has more rows than ranks, and whose last one has fewer.
+    """Return a model whose first call has more rows than ranks, and whose last one has fewer.
 
-    The first two calls have a pass each.
+    A call that fails has several passes, and so has the next one.
     """
-    bad = datums(3, 4)
+    bad = datums(3, *[6] * 8)
     bad.data[0].model_input[1] = 500  # on one rank alone
     model = house.make(datums(1, 5, 3, 7), datums(2, 4, loss="dro"), STEP, save("mid"), bad, STEP)
-    model.submit(LoadWeights(model.path("mid"), optimizer=True), datums(4), STEP, save("end"))
+    calls = (datums(4, *[5] * 8), STEP, datums(4), STEP, save("end"))
+    model.submit(LoadWeights(model.path("mid"), optimizer=True), *calls)
     return model
 
 
-def test_two_ranks_equal_one(house: House, tmp_path: Path) -> None:
+def test_two_ranks_equal_one(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operation_shares, "_BUDGET", _SMALL)
     one = make_model(house)
     house.run(one)
     two = make_model(house)
 
-    run_ranks([2], tmp_path, functools.partial(serve_ranks, house, two))
+    run_ranks([2], tmp_path, functools.partial(serve_ranks, house, two, budget=_SMALL))
 
     assert two.failure(5).category == one.failure(5).category == "server"
     results, expected = two.results(), one.results()
-    for number in (1, 2, 8):
+    for number in (1, 2, 8, 10):
         output, wanted = results[number], expected[number]
         assert isinstance(output, TrainingOutput)
         assert isinstance(wanted, TrainingOutput)
