@@ -11,12 +11,16 @@ import redis
 
 from turnstream.errors import RecordError, RejectedError, UnknownFormatError
 from turnstream.store.client.connection import connect
+from turnstream_server.keys.places import Places
 
 NUM_THREADS: Final = 8
 """Each has one connection at most."""
 
 SILENT_S: Final = 5.0
 """A store that does not answer for so long is away."""
+
+_HEAVY_S: Final = 600.0
+"""Longest time for which an owner has the turn."""
 
 _Result = TypeVar("_Result")
 
@@ -32,6 +36,7 @@ class StoreThreads:
         self._client = connect(url, silent_s=SILENT_S)  # connects when it is first used
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="gateway-store")
         self._heavy = asyncio.Semaphore(1)
+        self._heavy_places = Places(shared=1, alone=1, held_s=_HEAVY_S)
 
     async def run(self, work: Callable[[redis.Redis], _Result]) -> _Result:
         """Return the result of a function of the client, which runs in a thread.
@@ -41,10 +46,15 @@ class StoreThreads:
         """
         return await self._in_thread(lambda: work(self._client))
 
-    async def run_heavy(self, work: Callable[[], _Result]) -> _Result:
-        """Return the result of a function that needs much memory; one runs at a time."""
-        async with self._heavy:
-            return await self._in_thread(work)
+    async def run_heavy(self, work: Callable[[], _Result], *, owner: str) -> _Result:
+        """Return the result of a function that needs much memory; one runs at a time.
+
+        Owners of keys take turns.
+        """
+        async with self._heavy_places.lent(owner) as place:
+            await place.take()
+            async with self._heavy:
+                return await self._in_thread(work)
 
     async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
         try:

@@ -1,8 +1,9 @@
-"""Places of requests, before any route."""
+"""Places of requests before any route, and turns of owners."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import redis.asyncio
@@ -13,6 +14,7 @@ from turnstream_server.gateway.config import GatewayOptions
 from turnstream_server.gateway.key_limits import LimitedApp
 from turnstream_server.gateway.polls import Polls
 from turnstream_server.gateway.state import Gateway
+from turnstream_server.gateway.store_threads import StoreThreads
 
 _URL = "redis://127.0.0.1:1"  # no request reaches the store
 _HEADERS = [(b"host", b"localhost"), (b"content-type", b"application/json")]
@@ -60,3 +62,23 @@ async def test_request_whose_body_no_route_reads_takes_a_place() -> None:
 
     assert num_running == 16 + 4
     assert set(statuses) == {204}
+
+
+async def test_owners_take_turns_for_work_that_needs_much_memory() -> None:
+    threads, ends, order = StoreThreads(_URL), threading.Event(), list[str]()
+
+    def work(name: str) -> None:
+        order.append(name)
+        assert ends.wait(60)
+
+    names = ["a0", "a1", "a2", "b0"]
+    tasks = [
+        asyncio.create_task(threads.run_heavy(lambda name=name: work(name), owner=name[0]))
+        for name in names
+    ]
+    await asyncio.sleep(0)
+    ends.set()
+    await asyncio.gather(*tasks)
+    await threads.close()
+
+    assert order == ["a0", "b0", "a1", "a2"]

@@ -119,6 +119,6 @@ async def get_mini_batch(
         except NotReadyError as error:
             raise RunNotFoundError(str(error)) from error
 
-    share = await caller.gateway.threads.run_heavy(read)
+    share = await caller.gateway.threads.run_heavy(read, owner=caller.key.owner)
     headers = {"ETag": f'"{share.content_hash}"'}
     return Response(share.data, media_type=ARROW, headers=headers)
