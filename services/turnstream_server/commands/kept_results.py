@@ -47,7 +47,7 @@ async def keep_fetched(client: redis.asyncio.Redis, request_id: RequestId, data:
 
 
 async def drop_due(client: redis.asyncio.Redis) -> int:
-    """Drop the results whose time is over; return their number."""
+    """Drop the results whose time has expired; return their number."""
     num_dropped = 0
     while found := await _due(client):
         for name in found:

@@ -144,7 +144,7 @@ class LimitedApp:
                     await refusal(scope, receive, send)
                 else:
                     await place.take()
-                    await self._app(scope, body.receive, _giving_back(place, send))
+                    await self._app(scope, body.receive, _releasing(place, send))
             finally:
                 body.close()
         return None
@@ -164,14 +164,14 @@ class LimitedApp:
         return most if own is None else min(most, own)
 
 
-def _giving_back(place: Place, send: Send) -> Send:
-    """Return `send` that gives the place back first: a client may read an answer slowly."""
+def _releasing(place: Place, send: Send) -> Send:
+    """Return `send` that releases the place first: a client may read an answer slowly."""
 
-    async def giving_back(message: Message) -> None:
-        place.give_back()
+    async def releasing(message: Message) -> None:
+        place.release()
         await send(message)
 
-    return giving_back
+    return releasing
 
 
 async def _identified(keys: KeyChecks, secret: str) -> ApiKey | TurnstreamError:

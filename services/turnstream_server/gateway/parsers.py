@@ -1,7 +1,7 @@
 """Parsing of bodies: in the event loop, in threads of their own, or in processes.
 
-A parser of JSON holds the interpreter lock until it has read the whole body, also in a thread, and
-no other request is answered meanwhile. So large JSON is parsed in a process.
+A parser of JSON holds the interpreter lock until it has read the whole body, also in a thread. Then
+no other request is answered, so large JSON is parsed in a process.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class BodyMemory:
             self._num_bytes[owner] = own
             self._total += num_bytes
 
-    def give_back(self, owner: str, num_bytes: int) -> None:
+    def release(self, owner: str, num_bytes: int) -> None:
         """Count bytes as free."""
         with self._lock:
             self._total -= num_bytes
@@ -127,7 +127,7 @@ class RequestBody:
 
     def close(self) -> None:
         """Release the memory: the request has ended."""
-        self._memory.give_back(self.owner, self._num_taken)
+        self._memory.release(self.owner, self._num_taken)
         self._num_taken = 0
 
     async def _next(self) -> Message:

@@ -153,7 +153,7 @@ def _add_checks(options: GatewayOptions) -> None:
 
 
 async def _delete_without_end(client: redis.asyncio.Redis, *, silence_s: float) -> None:
-    """Close silent sessions, and drop the results whose time is over, without end.
+    """Close silent sessions, and drop expired results, without end.
 
     After a start or an outage no session had a chance to send a heartbeat, or to fetch a result.
     """

@@ -156,7 +156,7 @@ class KeyChecks:
     def _keep(self, key_id: str, found: _Found) -> None:
         """Keep an answer in the cache; above its limit, drop the oldest one.
 
-        Keys that do not exist have a place of their own: anyone can make up many of them.
+        Unknown keys are kept apart from known ones: a caller can invent many of them.
         """
         self._known.pop(key_id, None)
         kept = self._unknown if found.key is None else self._known

@@ -62,7 +62,7 @@ class Places:
 
     @contextlib.asynccontextmanager
     async def lent(self, owner: str) -> AsyncIterator[Place]:
-        """Yield the place of a request, not yet taken; it is given back after the block."""
+        """Yield the place of a request, not yet taken; it is released after the block."""
         if owner != self._newest_owner:
             is_first = self._newest_owner is None
             self._newest_owner = owner
@@ -74,7 +74,7 @@ class Places:
         try:
             yield place
         finally:
-            place.give_back()
+            place.release()
             _PRESENT.reset(token)
             queue.num_present -= 1
             self.drop_unused(owner)
@@ -110,10 +110,10 @@ class _Queue:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # the place came in the same moment
-                self.give_back()
+                self.release()
             raise
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Pass a place on to the next request, after the event loop has served other owners.
 
         A short request never waits, and hundreds of them would follow each other at once.
@@ -144,29 +144,29 @@ class Place:
     async def take(self) -> None:
         """Wait for the place."""
         await self._queue.take()
-        self._limit = asyncio.get_running_loop().call_later(self._held_s, self.give_back)
+        self._limit = asyncio.get_running_loop().call_later(self._held_s, self.release)
 
-    def give_back(self) -> None:
-        """Give the place to the next request of the owner. Safe to repeat."""
+    def release(self) -> None:
+        """Pass the place on to the next request of the owner. Safe to repeat."""
         if self._limit is not None:
             self._limit.cancel()
             self._limit = None
-            self._queue.give_back()
+            self._queue.release()
 
 
-def give_place_back() -> None:
-    """Give back the place of the present request, if any: it begins to wait for something."""
+def release_place() -> None:
+    """Release the place of the current request, if any, which begins to wait."""
     if (place := _PRESENT.get()) is not None:
-        place.give_back()
+        place.release()
 
 
 @contextlib.asynccontextmanager
 async def without_place() -> AsyncIterator[None]:
-    """Give the place of the present request back, if any, and take one again after the block.
+    """Release the place of the current request, if any, and take one again after the block.
 
     The request must hold no lock. After an error in the block it has no place.
     """
-    give_place_back()
+    release_place()
     yield
     if (place := _PRESENT.get()) is not None:
         await place.take()

@@ -73,8 +73,8 @@ def next_turn(
     shares.
 
     Args:
-        waiting: the most tokens of the first waiting sequence of each share. Of equal shares the
-            first in this order is next.
+        waiting: the most tokens of the first waiting sequence of each share. Equal shares start in
+            this order.
         running: share and most tokens of each running sequence. The last ones of a share pause.
         limits: bounds of the running sequences.
 

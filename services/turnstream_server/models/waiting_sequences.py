@@ -33,7 +33,7 @@ class WaitingSequences:
     def first(self) -> dict[Share, SampleRequest | SampleSequence]:
         """Return the first of each share, the share that has waited longest for its turn first.
 
-        Requests that are over are dropped.
+        Finished, failed and cancelled requests are dropped.
         """
         for share, queue in [*self._queues.items()]:
             while queue and _request(queue[0]).is_over():

@@ -170,7 +170,7 @@ class SampleLoop:
                 self._submit(sample)
 
     def _drop(self, samples: Iterable[SampleRequest]) -> None:
-        """End samples for whose results nobody waits."""
+        """Cancel samples that have a result, or whose session has ended."""
         for request_id in {str(each.request_id) for each in samples}:
             if (future := self._futures.pop(request_id, None)) is not None and future.cancel():
                 self._finished.put(_Finished(request_id, _UNWANTED))

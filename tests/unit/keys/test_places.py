@@ -10,7 +10,7 @@ import pytest
 
 from testkit import wait_until_async
 from turnstream.errors import RejectedError
-from turnstream_server.keys.places import Held, Places, give_place_back, without_place
+from turnstream_server.keys.places import Held, Places, release_place, without_place
 
 
 class Work:
@@ -84,10 +84,10 @@ async def test_request_that_waits_holds_no_place() -> None:
         assert tasks[0].done()  # the place is taken again after it
         tasks = await work.begin("a", "a2")
         assert work.began == ["a0", "a1"]
-        give_place_back()
-        give_place_back()
+        release_place()
+        release_place()
         await asyncio.gather(*tasks)
-    give_place_back()  # outside of a request
+    release_place()  # outside of a request
 
 
 async def test_place_is_passed_on_after_seconds() -> None:

@@ -91,7 +91,7 @@ class Access:
             if kind not in _HELD:
                 yield request
                 return
-            place.give_back()
+            place.release()
             with self._held.one_more(key.key_id):
                 yield request
 

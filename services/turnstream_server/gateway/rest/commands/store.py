@@ -23,7 +23,7 @@ from turnstream_server.gateway.rest.commands.packing import pack_replies
 from turnstream_server.gateway.rest.commands.plan import Plan, plan_commands
 from turnstream_server.gateway.rest.problems import Problem, problem_of, response
 from turnstream_server.gateway.state import Gateway
-from turnstream_server.keys.places import Held, give_place_back
+from turnstream_server.keys.places import Held, release_place
 
 router = APIRouter()
 
@@ -108,7 +108,7 @@ async def send_commands(
     if not plan.block_s:
         return await _exchange(plan, links.quick, instance, timeout_s=SOCKET_TIMEOUT_S)
     with links.held.one_more(caller.key.key_id):
-        give_place_back()
+        release_place()
         return await _exchange(plan, links.blocked, instance, timeout_s=plan.block_s + _LATE_S)
 
 
