@@ -33,8 +33,11 @@ _STRANGER_BYTES: Final = 64 << 10
 _STRANGER_LIMITS: Final = KeyLimits(requests_per_s=100.0)
 """Limits of the requests without an accepted key, of each address."""
 
-_MAX_REQUESTS: Final = 4_096
-"""Requests of one key, or without a known key from one address, at the same time."""
+_MAX_REQUESTS: Final = 16_384
+"""Requests of one key at the same time; the tinker SDK polls for each call in progress."""
+
+_MAX_OF_STRANGERS: Final = 4_096
+"""Requests without a known key from one address, at the same time."""
 
 _REFUSALS: Final = KeyLimits(requests_per_s=10.0)
 """Refusals that a caller receives at once; each further one takes `_SLOW_S`."""
@@ -90,8 +93,8 @@ class LimitedApp:
             scope[IDENTITY] = await _identified(keys, secret)
             return None
         owner = _owner_of(scope)
-        if self._strangers.num_present(owner) >= _MAX_REQUESTS:
-            return _too_many_present(owner)
+        if self._strangers.num_present(owner) >= _MAX_OF_STRANGERS:
+            return _too_many_present(owner, limit=_MAX_OF_STRANGERS)
         async with self._strangers.lent(owner) as place:
             await place.take()
             stranger = LOCAL_KEY._replace(key_id=owner, limits=_STRANGER_LIMITS)
@@ -115,13 +118,14 @@ class LimitedApp:
             await refusal(scope, receive, send)
             return None
         is_chunked, owner = "transfer-encoding" in headers, _owner_of(scope)
-        places = self._small
+        places, most = self._small, _MAX_REQUESTS
         if not isinstance(found, ApiKey):
-            places = self._strangers
+            places, most = self._strangers, _MAX_OF_STRANGERS
         elif declared > IN_LOOP_BYTES or is_chunked:
             places = self._large
-        if places.num_present(owner) >= _MAX_REQUESTS:
-            return _too_many_present(found.name if isinstance(found, ApiKey) else owner)
+        if places.num_present(owner) >= most:
+            name = found.name if isinstance(found, ApiKey) else owner
+            return _too_many_present(name, limit=most)
         meter = None
         if isinstance(found, ApiKey):
             now_s = time.monotonic()
@@ -231,8 +235,8 @@ def _not_known(scope: Scope, error: TurnstreamError) -> Response:
     return json_response({"detail": problem.detail}, status=problem.status)
 
 
-def _too_many_present(owner: str) -> RejectedError:
-    return RejectedError(f"{owner!r} has {_MAX_REQUESTS} requests in progress, the limit", _SLOW_S)
+def _too_many_present(owner: str, *, limit: int) -> RejectedError:
+    return RejectedError(f"{owner!r} has {limit} requests in progress, the limit", _SLOW_S)
 
 
 def _too_many(scope: Scope, error: RejectedError) -> Response:

@@ -140,7 +140,7 @@ async def test_error_trajectory_is_excluded_with_its_reason(house):
         ("incomplete", f"sample {n} ended with status 'error', and error_trajectories='drop'")
         for n in (2, 3)
     ]
-    assert (result.num_trajectories, result.reward.num) == (4, 3)
+    assert (result.num_trajectories, result.reward.num) == (4, 4)
 
 
 @pytest.mark.parametrize("upkeep", [Upkeep(), SMALL])

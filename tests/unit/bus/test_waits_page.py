@@ -96,6 +96,7 @@ MOMENTS = [
         at_plans="3:10:24,4:40:28",
         untrained=(("filtered", 560),),
     ),
+    of(released=3, unseen_by="'audit' has seen step 3, and expires in 540 s"),
     of(
         stepped=5,
         planned=5,

@@ -154,11 +154,11 @@ def shown(value: object) -> str:
     """
     if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
         return f"a whole number of {value.bit_length()} bits"
-    if type(value) in (list, tuple, dict):  # its repr may have many megabytes
-        text, entries = _BRIEF.repr(value), cast("list[object]", value)
-        long = f"{text[:_SHOWN_LENGTH]}... ({len(entries)} entries)"
-        return text if len(text) <= _SHOWN_LENGTH else long
     try:
+        if type(value) in (list, tuple, dict):  # its repr may have many megabytes
+            text, entries = _BRIEF.repr(value), cast("list[object]", value)
+            long = f"{text[:_SHOWN_LENGTH]}... ({len(entries)} entries)"
+            return text if len(text) <= _SHOWN_LENGTH else long
         text = repr(value)
     except Exception:  # noqa: BLE001 - the caller's own repr() may raise anything
         return f"a value of type {type(value).__name__}"
