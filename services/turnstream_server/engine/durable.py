@@ -7,13 +7,16 @@ it is kept too: a store may lose its last second of writes in a power cut. All o
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from turnstream.types.names import decode_name, file_name
+from turnstream_server.commands.checkpoints import session_folder
 from turnstream_server.commands.keys import MODEL_ID
 from turnstream_server.commands.results import Result, decode_result, encode_result
 from turnstream_server.models.folders import remove_folder
@@ -98,3 +101,10 @@ def durable_models(root: Path) -> list[str]:
     """Return the ids of the models with durable checkpoints."""
     found = (decode_name(each.name) for each in (root / _MODELS).glob("*"))
     return sorted(each for each in found if MODEL_ID.fullmatch(each))
+
+
+def remove_session_files(root: Path, model_id: str) -> None:
+    """Remove durable checkpoints and weights of sampling sessions of a model that has ended."""
+    with contextlib.suppress(FileNotFoundError):  # another worker removes them too
+        DurableFolders(root, model_id).remove()
+        shutil.rmtree((root / session_folder(model_id, 0)).parent, ignore_errors=True)

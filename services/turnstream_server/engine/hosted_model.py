@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,7 +25,6 @@ from turnstream.errors import (
     RunNotFoundError,
     UnavailableError,
 )
-from turnstream_server.commands.checkpoints import session_folder
 from turnstream_server.commands.contents import (
     TRAINING_KINDS,
     CreateModel,
@@ -41,7 +39,12 @@ from turnstream_server.commands.contents import (
 from turnstream_server.commands.log import DEFAULT_GAP_S, Lost, ModelLog, Run
 from turnstream_server.commands.models import ModelRecord
 from turnstream_server.commands.results import Answer, Failure, Result
-from turnstream_server.engine.durable import DurableFolders, positions_file, result_file
+from turnstream_server.engine.durable import (
+    DurableFolders,
+    positions_file,
+    remove_session_files,
+    result_file,
+)
 from turnstream_server.engine.host import Host, Lockstep
 from turnstream_server.engine.saving import Saver
 from turnstream_server.engine.trained_runs import REPLAY_S, RunSessionEndedError, TrainedRuns
@@ -59,10 +62,7 @@ from turnstream_server.trainer.turns import Turns
 logger = logging.getLogger(__name__)
 
 _UNCHANGING: Final = (
-    "forward",
-    "save_weights",
-    "save_weights_for_sampler",
-    "save_weights_external",
+    *("forward", "save_weights", "save_weights_for_sampler", "save_weights_external"),
 )
 """Kinds of commands after whose errors the model is as before."""
 
@@ -394,13 +394,6 @@ class HostedModel:
             raise
         except Exception:
             logger.exception("model %s: no durable checkpoint after %d", log.model_id, number)
-
-
-def remove_session_files(root: Path, model_id: str) -> None:
-    """Remove durable checkpoints and weights of sampling sessions of a model that has ended."""
-    with contextlib.suppress(FileNotFoundError):  # another worker removes them too
-        DurableFolders(root, model_id).remove()
-        shutil.rmtree((root / session_folder(model_id, 0)).parent, ignore_errors=True)
 
 
 def _described(error: Exception) -> str:

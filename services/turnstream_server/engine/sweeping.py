@@ -13,8 +13,7 @@ from turnstream.errors import RunNotFoundError
 from turnstream_server.commands.checkpoint_paths import CheckpointPath
 from turnstream_server.commands.checkpoints import due_folders, folder_removed
 from turnstream_server.commands.models import read_model
-from turnstream_server.engine.durable import durable_models
-from turnstream_server.engine.hosted_model import remove_session_files
+from turnstream_server.engine.durable import durable_models, remove_session_files
 from turnstream_server.models.folders import remove_folder
 
 logger = logging.getLogger(__name__)

@@ -206,10 +206,7 @@ class Engine:
     def forward_backward_turns(
         self, mini_batch: PulledMiniBatch, *, aggregation: Aggregation, old: OldLogprobs = None
     ) -> Turns[LossReport]:
-        """Run `forward_backward` with a pause after each micro-batch but the last one.
-
-        Engines that share the model may run in the pauses.
-        """
+        """Run `forward_backward`; other engines of the model may run between micro-batches."""
         self._begin_gradients()
         if old is None and self._objective.config.proximal == "recompute":
             old = self.logprobs(mini_batch)
