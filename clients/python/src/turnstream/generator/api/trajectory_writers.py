@@ -32,6 +32,8 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
     An adopted trajectory continues after the `stored` turns.
     """
 
+    _max_record_bytes: int | None = None
+
     def __init__(
         self,
         sender: _Sender,
@@ -96,7 +98,9 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
         """The turns so far; made when the columns of the run are known."""
         if self._draft is None:
             columns = self._outbox.run_calls.extra_columns or ()
-            self._draft = TrajectoryDraft(self._key, extra_columns=columns)
+            self._draft = TrajectoryDraft(
+                self._key, extra_columns=columns, max_record_bytes=self._max_record_bytes
+            )
         return self._draft
 
     async def _open(self) -> Lane:

@@ -59,10 +59,18 @@ class TrajectoryDraft:
     Args:
         key: name of the trajectory.
         extra_columns: the declared columns of the run.
+        max_record_bytes: largest record of a turn; None for MAX_RECORD_BYTES.
     """
 
-    def __init__(self, key: TrajectoryKey, *, extra_columns: Sequence[DeclaredColumn] = ()) -> None:
+    def __init__(
+        self,
+        key: TrajectoryKey,
+        *,
+        extra_columns: Sequence[DeclaredColumn] = (),
+        max_record_bytes: int | None = None,
+    ) -> None:
         self.key = key
+        self._max_record_bytes = max_record_bytes or checks.MAX_RECORD_BYTES
         self._index = PrefixIndex()
         self._extras = ExtraIndex(extra_columns)
         self._shapes: list[TurnShape] = []
@@ -79,7 +87,7 @@ class TrajectoryDraft:
         """Encode the next turn, and keep its tokens for the turns that follow.
 
         Raises:
-            InvalidTurnError: the record would be larger than MAX_RECORD_BYTES, the trajectory has
+            InvalidTurnError: the record would be larger than the limit, the trajectory has
                 MAX_TURNS turns, or an extra column does not go with those of earlier turns.
         """
         linked = self._extras.link(turn, self._index.matches(turn.prompt_ids))
@@ -182,9 +190,9 @@ class TrajectoryDraft:
             + (turn.token_weights is not None)
         )
         num_bytes += sum([piece.values.nbytes for piece in linked.pieces.values()])
-        if num_bytes > checks.MAX_RECORD_BYTES:
+        if num_bytes > self._max_record_bytes:
             raise InvalidTurnError(
-                "turn", f"is a record of {num_bytes} bytes, more than {checks.MAX_RECORD_BYTES}"
+                "turn", f"is a record of {num_bytes} bytes, more than {self._max_record_bytes}"
             )
         made = TurnRecord(encode_turn(stored), stored.shape)
         self._remember(turn, made)
