@@ -43,8 +43,11 @@ def test_requests_are_counted_by_route_and_status(
         ingest.http.post("runs/another/turns", json={"items": [_item()]})
         for path in ("/v1/nothing", "/nothing/at/all", f"/{'x' * 200}"):
             httpx2.get(f"{gateway.base_url}{path}")
-    after = own_scrape()
 
+    # A request is counted after its answer has been sent.
+    answered = sum(before.get(name, {}).values()) + 6
+    wait_until(lambda: sum(own_scrape()[name].values()) >= answered, describe="six requests")
+    after = own_scrape()
     new = {k: n - before.value(name, *k) for k, n in after[name].items()}
     new = {labels: number for labels, number in new.items() if number}
     assert new[("POST", "/v1/runs/{run}/turns", "200")] == 2
