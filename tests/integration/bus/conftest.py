@@ -22,7 +22,7 @@ from turnstream.store.client.connection import connect_async
 from turnstream.store.client.fullness import Bytes
 from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.budget import settled_lease
-from turnstream.store.run.rewards import RewardOutcome, reward_command
+from turnstream.store.run.rewards import RewardOutcome, outcome_of, reward_command
 from turnstream.types import (
     Event,
     Purpose,
@@ -247,7 +247,7 @@ class LedRun:
         """Post a late reward."""
         key = TrajectoryKey(group_id, sample)
         command = reward_command(self.name, key, reward, None)
-        return RewardOutcome((await run_command_async(self.client, command)).decode())
+        return outcome_of(await run_command_async(self.client, command))
 
     async def plan(self, *group_ids: str, **fields: Any) -> StoredManifest:
         """Plan the next step from samples 0 and 1 of these groups; `fields` replace its own."""

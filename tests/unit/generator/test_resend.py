@@ -259,7 +259,10 @@ def test_lost_group_waits_for_admission_without_a_deadline() -> None:
 
 @pytest.mark.parametrize(
     ("first", "second", "num_lost"),
-    [("OK", "OK", 0), ("OK", "DUPLICATE", 0), ("OK", "LATE", 1), ("LATE", "LATE", 0)],
+    [
+        *(("OK", "OK", 0), ("OK", "DUPLICATE", 0), ("OK", "LATE", 1), ("LATE", "LATE", 0)),
+        ("OK", "LEFT", 0),
+    ],
 )
 def test_late_answer_to_a_repeated_reward_is_reported_as_lost(
     first: str, second: str, num_lost: int

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, StrictFloat, StrictInt, StrictStr
 from turnstream.errors import RunNotFoundError, TurnstreamError
 from turnstream.store.client.run_ids import find_run_async
 from turnstream.store.client.scripts import Command, run_commands_async
-from turnstream.store.run.rewards import RewardOutcome, addressed, reward_command
+from turnstream.store.run.rewards import addressed, outcome_of, reward_command
 from turnstream.types import TrajectoryKey
 from turnstream_server.gateway.rest.access import Produce, RunName
 from turnstream_server.gateway.rest.bodies import (
@@ -160,6 +160,6 @@ def _response(items: list[RewardItem], replies: list[Any]) -> Response:
             problems.append(problem)
             result |= {"status": problem.status, "problem": as_json(problem)}
         else:
-            result["outcome"] = RewardOutcome(reply.decode()).name.lower()
+            result["outcome"] = outcome_of(reply).name.lower()
         results.append(result)
     return results_response(results, problems)

@@ -16,7 +16,7 @@ from turnstream.generator.outbox.trajectories import TrajectoryTracker
 from turnstream.generator.outbox.trajectory_queue import RewardPost, RunCall
 from turnstream.store.client.replies import Refusal
 from turnstream.store.run.configs import parse_config, read_config_command
-from turnstream.store.run.rewards import RewardOutcome, addressed
+from turnstream.store.run.rewards import LEFT, RewardOutcome, addressed, outcome_of
 from turnstream.store.run.runs import close_command
 from turnstream.types import DeclaredColumn
 
@@ -96,7 +96,7 @@ class RunCalls:
         """Post a reward; the answer settles its receipt."""
         call = RunCall(
             lambda: addressed(post.command, self._tracker.run),
-            lambda answer, now_s: self._accept_reward(call, post, answer.decode(), now_s),
+            lambda answer, now_s: self._accept_reward(call, post, answer, now_s),
             lambda refused, now_s: self._refuse_reward(call, post, refused.error, now_s),
             post.receipt,
             f"the reward of {post.name}",
@@ -111,12 +111,13 @@ class RunCalls:
         else:
             _settle_once(receipt)
 
-    def _accept_reward(self, call: RunCall, post: RewardPost, outcome: str, now_s: float) -> None:
-        before, post.outcome = post.outcome, outcome
+    def _accept_reward(self, call: RunCall, post: RewardPost, answer: bytes, now_s: float) -> None:
+        before, outcome = post.outcome, outcome_of(answer)
+        post.outcome = outcome
         self._tracker.resend_buffer.keep(call, now_s=now_s)
         if not before:
             _settle_once(post.receipt)
-        elif outcome == RewardOutcome.LATE != before:
+        elif outcome == RewardOutcome.LATE != before and answer != LEFT:
             error = RejectedError(f"the group of {post.name} went on without it")
             self._tracker.lose("a reward", error)
 

@@ -19,6 +19,9 @@ from turnstream.types.scalars import finite_number, named_numbers, whole_number
 
 POST_REWARD: Final = Script("post_reward", "turnstream.store.run")
 
+LEFT: Final = b"LEFT"
+"""Reply for a trajectory that has left the ledger. Its reward may have been posted before."""
+
 _NUMBER_LIMIT: Final = 2**31
 
 
@@ -61,7 +64,16 @@ def post_reward(
     """
     command = reward_command(run, key, reward, reward_components)  # checks before it asks
     reply = run_command(client, addressed(command, find_run(client, run)))
-    return RewardOutcome(reply.decode())
+    return outcome_of(reply)
+
+
+def outcome_of(reply: bytes) -> RewardOutcome:
+    """Return the outcome in a reply of the script.
+
+    >>> outcome_of(b"LEFT")
+    <RewardOutcome.LATE: 'LATE'>
+    """
+    return RewardOutcome.LATE if reply == LEFT else RewardOutcome(reply.decode())
 
 
 def reward_command(

@@ -16,7 +16,8 @@
 --   KEYS[9] over       hash    read then: fingerprints of finished groups
 -- Arguments: ARGV[1] trajectory id    ARGV[2] CRC of the record    ARGV[3] the record
 -- Reply: "OK", "DUPLICATE" (the same was posted before), or "LATE": its group was decided before,
---        which is counted and changes nothing. Any reward of a trajectory that left the ledger is LATE
+--        which is counted and changes nothing. "LEFT" in place of LATE for a trajectory that is no
+--        longer in the ledger: nobody knows whether this reward was posted before
 -- Errors:
 --   NORUN     no such run
 --   CONFLICT  another reward was posted; or the trajectory is not sealed, or was sealed with its
@@ -68,7 +69,7 @@ if not entry then
     return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' was never opened')
   end
   redis.call('HINCRBY', KEYS[2], 'late_rewards', 1)
-  return 'LATE'
+  return 'LEFT'
 end
 local state, rest = string.match(entry, '^([^:]*):(.*)$')
 if state == 'open' then
