@@ -1,6 +1,6 @@
 """Writing a run of finished trajectories as its services would, many commands at a time.
 
-The real scripts plan, train, commit and release. The results of earlier calls (open, seal, abandon)
+The real scripts train, commit and release. The results of earlier calls (open, seal, plan, abandon)
 are written directly.
 """
 
@@ -59,8 +59,7 @@ class RunWriter:
         self._store = store
         self._names = keys.run_keys(RUN)
         names = {
-            "leadership": ("acquire_leader", "save_snapshot"),
-            "planning": ("write_manifest",),
+            "leadership": ("acquire_leader",),
             "sessions": ("start_session", "stepped", "committed"),
             "release": (
                 *("advance_watermark", "release_bytes", "fold_batch", "finish_batch", "fold_ended"),
@@ -78,7 +77,7 @@ class RunWriter:
         start = (names.frontier, names.batches, names.wake, names.sessions)
         start += (names.events, names.ranks, names.times)
         store.run(self._call("start_session", start, "s", 1, "", ""))
-        self._hash_before = ""
+        self._num_planned = 0
         self._kept: list[Planned] = []
         self._ended: dict[str, str] = {}
         self._num_records = 0
@@ -87,37 +86,29 @@ class RunWriter:
         """Plan, train and commit a batch, and release the one before."""
         names, step = self._names, batch.step
         ids = batch.ids
-        values = [word for each in ids for word in (each, "sealed:1")]
-        groups = [word for each in batch.groups for word in (each, "8:open")]
-        plan = (
-            *(names.leader, names.frontier, names.batches, names.plan),
-            *(names.ledger, names.counts, names.groups, names.members),
-            *(names.deadlines, names.refills, names.leases, names.wake),
-            *(names.tasks, names.prompts, names.config, names.held, names.budget),
-            names.times,
-        )
+        values = [word for each in ids for word in (each, f"planned:{step}")]
+        groups = [word for each in batch.groups for word in (each, "8:planned")]
+        self._num_planned += len(ids)
         stepped = (names.frontier, names.batches, names.wake, names.ranks, names.times)
         committed = (names.frontier, names.batches, names.times, names.wake, names.ranks)
         watermark = (names.leader, names.frontier, names.config, names.observers)
         self._store.run(
             ("HSET", names.ledger, *values),
             ("HSET", names.held, *[word for each in ids for word in (each, "9000")]),
-            ("HINCRBY", names.budget, "stored", 9000 * len(ids)),
+            ("HINCRBY", names.budget, "planned", 9000 * len(ids)),
             ("HSET", names.groups, *groups),
             ("HINCRBY", names.counts, "accepted", len(ids)),
-            ("HINCRBY", names.counts, "sealed", len(ids)),
-            self._call(
-                "write_manifest",
-                plan,
-                *(1, step, batch.manifest_hash, self._hash_before, "m", 1, "main"),
-                *ids,
-            ),
+            ("HINCRBY", names.counts, "planned", len(ids)),
+            ("XADD", names.plan, f"{step}-0", "r", "m"),
+            ("HSET", names.batches, step, f"{self._num_planned}:{batch.manifest_hash}"),
+            ("HSET", names.times, f"planned:{step}", 1),
+            ("HSET", names.frontier, "planned", step),
+            ("HINCRBY", names.frontier, "planned_groups", len(batch.groups)),
             self._call("stepped", stepped, 1, step, batch.manifest_hash, "", 0),
             self._call("committed", committed, 1, step, batch.manifest_hash, "", 0),
             self._call("advance_watermark", watermark, 1, ""),
-            self._call("save_snapshot", (names.leader, names.snapshot), 1, f"{step}-0", step, "s"),
+            ("HSET", names.snapshot, "position", f"{step}-0", "step", step, "record", "s"),
         )
-        self._hash_before = batch.manifest_hash
         self._kept.append(batch)
         if len(self._kept) > 1:  # two checkpoints are kept
             self._fold(self._kept.pop(0))

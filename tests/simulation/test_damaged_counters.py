@@ -103,8 +103,8 @@ EVALUATE: Any = Store._evaluate  # pyright: ignore[reportPrivateUsage]
 
 @pytest.mark.slow
 def test_damaged_counter_is_refused_before_the_first_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    # HINCRBY failed half way: write_manifest left a plan without its batch, the run finished, and
-    # its trajectories were never trained.
+    # HINCRBY failed half way: a plan was left without its batch, the run finished, and its
+    # trajectories were never trained.
     trials = Trials()
 
     def evaluate(store: Store, words: Words) -> Any:

@@ -12,6 +12,7 @@ import pytest
 from simulator.__main__ import main
 from simulator.guards import GUARDS, first_failed_seed
 from simulator.runs import simulate_all
+from turnstream_server.bus.planning import plan_writes
 
 PER_TEST = 45
 FIRST_SEEDS = range(0, 180, PER_TEST)
@@ -28,6 +29,15 @@ def test_simulated_runs_keep_the_promise(first: int, request: pytest.FixtureRequ
     failed = [verdict for verdict in simulate_all(seeds) if verdict.problems]
 
     # To repeat one of them: pytest tests/simulation --seed N
+    assert not failed, "\n".join(map(str, failed))
+
+
+@pytest.mark.slow
+def test_plans_in_many_slices_keep_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_writes, "SLICE", 1)  # each group is a slice of its own
+
+    failed = [verdict for verdict in simulate_all(range(PER_TEST)) if verdict.problems]
+
     assert not failed, "\n".join(map(str, failed))
 
 

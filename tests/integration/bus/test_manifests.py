@@ -22,7 +22,12 @@ from turnstream.types import (
     TrajectoryState,
 )
 from turnstream_server.bus.leadership.leadership import acquire_leadership
-from turnstream_server.bus.planning.manifests import read_manifest, read_manifests
+from turnstream_server.bus.planning import manifests, plan_writes
+from turnstream_server.bus.planning.manifests import (
+    finish_marking,
+    read_manifest,
+    read_manifests,
+)
 from turnstream_server.bus.planning.trajectories import read_posted_rewards, read_seals
 
 
@@ -147,6 +152,31 @@ async def test_a_batch_may_name_more_trajectories_than_lua_can_unpack(run: Any) 
     assert set(await run.client.hvals(run.keys.ledger)) == {b"planned:1"}
 
 
+async def test_next_leader_marks_the_groups_that_a_dead_one_left(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def die(*_: Any) -> None:
+        return None
+
+    await open_and_seal(run, "a", "b", "c")
+    monkeypatch.setattr(plan_writes, "SLICE", 1)  # each group is a slice of its own
+    with monkeypatch.context() as dying:
+        dying.setattr(manifests, "_mark", die)
+        await run.plan("a", "b", "c")
+    counts = run.ledger()
+    assert [counts.by_state[each] for each in (TrajectoryState.SEALED, PLANNED)] == [4, 2]
+
+    await finish_marking(run.term)
+
+    counts = run.ledger()
+    counts.check()
+    assert counts.by_state[PLANNED] == 6
+    assert set(await run.client.hvals(run.keys.groups)) == {b"2:planned"}
+    async with run.unchanged():
+        await finish_marking(run.term)
+        await run.plan("a", "b", "c", step=1)
+
+
 async def test_planning_and_settling_continue_on_a_full_server(run: Any) -> None:
     await open_and_seal(run, "a", "b", "c")
     async with run.full_server():
@@ -165,6 +195,7 @@ async def test_planning_and_settling_continue_on_a_full_server(run: Any) -> None
     assert counts.by_state[TrajectoryState.STEPPED] == 2
 
 
+PLANNED = TrajectoryState.PLANNED
 KEY = TrajectoryKey("g", sample=0)
 
 

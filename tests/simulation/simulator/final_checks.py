@@ -39,6 +39,8 @@ def everything_ended(writes: RunWrites) -> Violations:
     for group, entry in writes.hash("groups").items():
         if entry.endswith((b":open", b":decided", b":evaluating")):
             yield f"P5: group {group!r} is {entry!r} at the end"
+    if b"marking" in writes.hash("frontier"):
+        yield "I1: groups of the last plan are not marked as planned"
     yield from _trained_once(writes)
     yield from _nothing_came_back(writes, states)
 

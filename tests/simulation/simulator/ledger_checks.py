@@ -28,7 +28,9 @@ def ledger_adds_up(writes: RunWrites) -> Violations:
     if counted != dict(found):
         yield f"I1: the counts are {counted}, the ledger has {dict(found)}"
     total = sum(each.num_trajectories for each, _ in writes.manifests.values())
-    if not planned <= counts.get("planned", 0) == total:
+    known = counts.get("planned", 0)
+    is_marking = b"marking" in writes.hash("frontier")  # some groups of the newest plan
+    if not planned <= known <= total or (known < total and not is_marking):
         yield f"I1: {counts.get('planned', 0)} are counted as planned, {total} are in plans"
     yield from _leases_hold(writes)
     yield from _groups_are_counted(writes)

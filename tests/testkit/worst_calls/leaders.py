@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final, cast
 
+from testkit.plans import manifest
 from testkit.worst_calls.generators import BUCKET, GROUP, LARGE, opened
 from testkit.worst_calls.store import (
     NAME,
@@ -15,11 +16,26 @@ from testkit.worst_calls.store import (
     worst,
 )
 from turnstream.batching.config.values import LARGEST_GROUP
+from turnstream.batching.merge.plan import GroupPlan
 from turnstream.records.events import MAX_EVENT_BYTES
 from turnstream.store.client.scripts import Command
+from turnstream.store.client.stored_values import StoredHash
 from turnstream.store.run.leases import MAX_LAPSED
 from turnstream_server.bus.core.scan import PAGE_BYTES, PAGE_EVENTS
+from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.leadership.snapshots import TRIM_SLICE
+from turnstream_server.bus.leadership.writes import write_command
+from turnstream_server.bus.planning.ending import Attempt
+from turnstream_server.bus.planning.plan_writes import (
+    GROUP_WEIGHT,
+    REST_SLICE,
+    SLICE,
+    GroupFacts,
+    StepFacts,
+    commit,
+    decide,
+    mark,
+)
 from turnstream_server.bus.planning.trajectories import MAX_KEPT_BYTES, MAX_KEPT_EVENTS
 from turnstream_server.bus.release.compact_records import MAX_FILE_BATCHES
 from turnstream_server.bus.release.release import FOLD_SLICE, GROUP_SLICE
@@ -29,7 +45,6 @@ WORST: Final[dict[str, Build]] = {}
 CONSTANT: Final = {
     "acquire_leader": "single fields",
     "batch_due": "one event",
-    "finish_run": "single fields, and one event",
     "grant_refill": "single fields of one trajectory, and one event",
     "mark_dead": "single fields of one trajectory, and one event",
     "note_damage": "one field",
@@ -39,7 +54,6 @@ CONSTANT: Final = {
     "release_payload": "two keys, which the server frees in another thread",
     "renew_leader": "single fields",
     "request_replan": "one field",
-    "save_snapshot": "single fields; the record is as large as the open part of the run",
     "tick_clock": "single fields",
 }
 
@@ -165,16 +179,6 @@ def reject_events(store: LimitStore) -> list[Command]:
     return [store.call("reject_events", MAX_KEPT_BYTES, MAX_KEPT_EVENTS, *words)]
 
 
-@worst(WORST)
-def announce_revision(store: LimitStore) -> list[Command]:
-    """A revision that gives every open group a deadline. No limit bounds their number."""
-    shorter = store.configured(group_deadline_s=9, lease_s=1)
-    config: dict[bytes, bytes] = shorter.client.hgetall(shorter.keys.config)  # pyright: ignore[reportAssignmentType]
-    store.fill(store.keys.config, [("2", config[b"1"]), ("from:2", "1"), ("last", "2")])
-    store.fill(store.keys.groups, ((each, "1:open") for each in groups_of(4_000)))
-    return [store.call("announce_revision", 2, b"record")]
-
-
 def batch_of_groups(store: LimitStore, state: str, entry: str) -> None:
     """Write the trajectories of a large batch."""
     groups = sorted({each.partition("/")[0] for each in PLANNED})
@@ -184,12 +188,48 @@ def batch_of_groups(store: LimitStore, state: str, entry: str) -> None:
     store.fill(store.keys.tasks, ((each, each) for each in groups))
 
 
+def group_facts(store: LimitStore, group: str, num_samples: int) -> GroupFacts:
+    """Write a group of a prompt, all of it sealed; return its facts."""
+    ids = ids_of(num_samples, group=group)
+    store.fill(store.keys.groups, [(group, f"{num_samples}:open")])
+    store.fill(store.keys.ledger, ((each, "sealed:1") for each in ids))
+    store.fill(store.keys.held, ((each, "70000") for each in ids))
+    store.fill(store.keys.tasks, [(group, group)])
+    store.score(store.keys.deadlines, [(f"group:{group}", 1)])
+    return GroupFacts(
+        plan=GroupPlan(group_id=group, prompt_uid="", trajectories=()),
+        state=b"%d:open" % num_samples,
+        members=None,
+        task=group.encode(),
+        attempts=[Attempt(each, b"sealed:1", b"70000") for each in ids],
+        rest=[],
+    )
+
+
 @worst(WORST)
-def write_manifest(store: LimitStore) -> list[Command]:
-    """A large batch."""
-    batch_of_groups(store, "open", "sealed:1")
-    words = (1, "f" * 64, "", b"m" * 1_000_000, 1, "main")
-    return [store.call("write_manifest", *words, *PLANNED)]
+def leader_write(store: LimitStore) -> list[Command]:
+    """Slices of plans with small groups and a large one, and open attempts of a large group."""
+    term = Term(cast(Any, None), store.run, 1)
+    small = [group_facts(store, each, 1) for each in groups_of(SLICE // (1 + GROUP_WEIGHT))]
+    facts = StepFacts(
+        frontier=StoredHash(store.keys.frontier, {b"lineage": b"main"}),
+        before=None,
+        of_step=None,
+        revision=1,
+        now_ms=1,
+    )
+    plan = commit(facts, manifest(), small, manifest_hash="f" * 64, record=b"m" * 1_000_000)
+    large = [group_facts(store, GROUP, LARGEST_GROUP)]
+    ids = ids_of(REST_SLICE, group="open")
+    opened(store, ids)
+    store.fill(store.keys.groups, [("open", f"{LARGEST_GROUP}:open")])
+    entries = store.client.hmget(store.keys.ledger, ids)
+    rest = [Attempt(*each, None) for each in zip(ids, cast(Any, entries), strict=True)]
+    undecided = large[0]._replace(
+        plan=GroupPlan(group_id="open", prompt_uid="", trajectories=()), rest=rest
+    )
+    changes = [plan, mark(large, step=2), decide(undecided)]
+    return [write_command(term, each) for each in changes if each is not None]
 
 
 @worst(WORST)

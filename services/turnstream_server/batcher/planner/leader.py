@@ -35,7 +35,7 @@ from turnstream_server.batcher.planner.snapshotting import PlannerSnapshots, Upk
 from turnstream_server.bus.core.scan import PAGE_EVENTS, EventEntry
 from turnstream_server.bus.leadership.leadership import Position, Term
 from turnstream_server.bus.planning.announcements import announce_due, finish_run
-from turnstream_server.bus.planning.manifests import StoredManifest
+from turnstream_server.bus.planning.manifests import StoredManifest, finish_marking
 from turnstream_server.failpoints import reach
 from turnstream_server.telemetry.declarations import PLAN_SECONDS
 from turnstream_server.telemetry.instruments import histogram
@@ -113,6 +113,7 @@ class Leader:
 
     async def _lead(self) -> None:
         await self._decisions.load()
+        await finish_marking(self._term)
         self._view.ingested.begin(epoch=self._term.epoch)
         await self._replay()
         await self._view.refresh()

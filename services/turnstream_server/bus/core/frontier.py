@@ -68,6 +68,16 @@ class Withdrawn(NamedTuple):
     revision: int = 0
     through_step: int = 0
 
+    @classmethod
+    def parse(cls, value: bytes) -> Withdrawn:
+        """Read the field of the frontier.
+
+        >>> Withdrawn.parse(b"1:7")
+        Withdrawn(revision=1, through_step=7)
+        """
+        revision, through_step = map(int, value.split(b":"))
+        return cls(revision, through_step)
+
 
 NONE_WITHDRAWN: Final = Withdrawn()
 
@@ -189,15 +199,10 @@ def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
         rollbacks=stored.parsed("rollbacks", _rollbacks, ()),
         lost_session=_sentence(fields.get(b"session_lost", b"")),
         replan=stored.text("replan"),
-        withdrawn=stored.parsed("withdrawn", _withdrawn, Withdrawn()),
+        withdrawn=stored.parsed("withdrawn", Withdrawn.parse, NONE_WITHDRAWN),
     )
 
 
 def _sentence(value: bytes) -> str:
     """Return the text after the step; it may quote damaged bytes."""
     return value.decode(errors="replace").partition(":")[2]
-
-
-def _withdrawn(value: bytes) -> Withdrawn:
-    revision, through_step = map(int, value.split(b":"))
-    return Withdrawn(revision, through_step)

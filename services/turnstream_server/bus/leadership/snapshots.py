@@ -3,25 +3,61 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, Final
 
 import redis.asyncio
 
+from turnstream.batching.planning.plan_batch import event_order
 from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream_server.bus.leadership.leadership import LeaderScript, Term
+from turnstream_server.bus.leadership.writes import Changes, read_facts, write_decision
 
 TRIM_SLICE: Final = 500
 """Events of one call, which takes the server a fraction of a millisecond."""
 
-_SAVE = LeaderScript("save_snapshot", "leadership", "snapshot")
+_FACTS: Final = ("position", "step", "withdrawn_at")
 _TRIM = LeaderScript("trim_events", "leadership", "snapshot events rejected")
 
 
 async def save_snapshot(term: Term, *, position: str, step: int, record: bytes) -> None:
-    """Save the planner's state after the event `position` and the plan of `step`, unless late."""
-    await _SAVE.run(term, position, step, record)
+    """Save the planner's state after the event `position` and the plan of `step`, unless late.
+
+    Raises:
+        FencedError: another planner leads the run.
+    """
+    snapshot = keys.run_keys(term.run).snapshot
+
+    async def read() -> Any:
+        return (await read_facts(term, ("HMGET", snapshot, *_FACTS)))[0]
+
+    await write_decision(
+        term, read, lambda facts: saved(facts, position=position, step=step, record=record)
+    )
+
+
+def saved(
+    facts: Sequence[bytes | None], *, position: str, step: int, record: bytes
+) -> Changes | None:
+    """Return the writes of a snapshot; None where a later one is stored.
+
+    The facts are the fields `position`, `step` and `withdrawn_at` of the stored one.
+    """
+    before, known_step, withdrawn_at = facts
+    known = "0-0" if before is None else before.decode()
+    if (event_order(known), int(known_step or 0)) > (event_order(position), step):
+        return None
+    if withdrawn_at == position.encode():
+        return None  # a snapshot from before the withdrawal
+    changes = Changes()
+    for name, value in zip(_FACTS, facts, strict=True):
+        changes.expect("snapshot", name, value)
+    if known != position:
+        changes.write("HSET", "snapshot", "before", known)
+    changes.write("HSET", "snapshot", "position", position, "step", step, "record", record)
+    return changes
 
 
 async def read_snapshot(client: redis.asyncio.Redis, run: str) -> PlannerSnapshot | None:

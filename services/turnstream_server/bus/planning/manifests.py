@@ -10,19 +10,15 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from turnstream.batching.merge.plan import Manifest
+from turnstream.batching.merge.plan import GroupPlan, Manifest
 from turnstream.records.manifests import decode_manifest, encode_manifest, manifest_hash
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.stored_values import reading
-from turnstream_server.bus.leadership.leadership import LeaderScript, Term
-
-_WRITE = LeaderScript(
-    "write_manifest",
-    "planning",
-    "frontier batches plan ledger counts groups members deadlines refills leases wake tasks "
-    "prompts config held budget times",
-)
+from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.writes import Changes, read_facts, write, write_decision
+from turnstream_server.bus.planning import plan_writes
+from turnstream_server.bus.planning.plan_writes import GroupFacts, StepFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +49,58 @@ async def write_manifest(term: Term, stored: StoredManifest) -> bool:
         ConflictError: the step has another plan or is not the next one, the chain differs, the
             config is not in force, or a trajectory is not sealed: nothing was written.
     """
-    manifest = stored.manifest
-    ids = (keys.trajectory_id(t.key) for group in manifest.groups for t in group.trajectories)
-    answer: int = await _WRITE.run(
-        term,
-        manifest.step,
-        stored.hash,
-        manifest.previous_hash,
-        stored.record,
-        manifest.config_revision,
-        manifest.lineage,
-        *ids,
-    )
-    return answer >= 0
+    manifest, of_plan = stored.manifest, {"manifest_hash": stored.hash}
+    first, *others = plan_writes.slices_of(manifest)
+
+    async def read() -> tuple[StepFacts, list[GroupFacts]]:
+        step = await plan_writes.read_step(term, manifest.step)
+        if not plan_writes.check_step(step, manifest, **of_plan):
+            return step, []
+        for some in others:
+            await plan_writes.read_decided_groups(term, some, is_new=True)
+        return step, await plan_writes.read_decided_groups(term, first, is_new=True)
+
+    def decide(facts: tuple[StepFacts, list[GroupFacts]]) -> Changes | None:
+        step, groups = facts
+        if not groups:
+            return None
+        return plan_writes.commit(step, manifest, groups, record=stored.record, **of_plan)
+
+    if await write_decision(term, read, decide) is None:
+        step = await plan_writes.read_step(term, manifest.step)
+        if step.planned < manifest.step:
+            return False
+    await _mark(term, manifest.step, others)
+    return True
+
+
+async def finish_marking(term: Term) -> None:
+    """Mark the groups of a plan that an earlier leader wrote and did not mark to the end.
+
+    Raises:
+        FencedError: another planner leads the run.
+    """
+    (marking,) = await read_facts(term, ("HGET", keys.run_keys(term.run).frontier, "marking"))
+    if marking is None:
+        return
+    step = int(marking)
+    stored = await read_manifest(term.client, term.run, step)
+    await _mark(term, step, plan_writes.slices_of(stored.manifest) if stored else [()])
+
+
+async def _mark(term: Term, step: int, slices: Sequence[Sequence[GroupPlan]]) -> None:
+    if not slices:
+        return
+    for some in slices:
+        await write_decision(
+            term,
+            lambda some=some: plan_writes.read_decided_groups(term, some, is_new=False),
+            lambda groups: plan_writes.mark(groups, step=step),
+        )
+    done = Changes()
+    done.expect("frontier", "marking", b"%d" % step)
+    done.write("HDEL", "frontier", "marking")
+    await write(term, done)
 
 
 async def read_manifest(client: redis.asyncio.Redis, run: str, step: int) -> StoredManifest | None:

@@ -1,6 +1,5 @@
 #!lua
--- Part of settle_eval, settle_group, settle_members and write_manifest: ends
--- trajectories, and counts them by state.
+-- Part of settle_eval, settle_group and settle_members: ends trajectories, and counts them by state.
 --
 -- Defines settle_all(ids, becomes, reason), which ends those whose state is a field of `becomes`, and
 -- returns {id, state} of the others; num_ended; and count_ended(), the last write.

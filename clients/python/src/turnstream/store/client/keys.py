@@ -27,7 +27,8 @@ rewards    hash    trajectory id in the ledger -> CRC of its posted reward, `lat
 frontier   hash    counters of the run: stepped, committed, planned, released (the newest step whose
                    payload may be gone), folded (the newest step with a compact record), cold (the
                    newest step in a file), ends (the newest number in `ended`), live_groups,
-                   open_groups, opened_groups, planned_groups;
+                   open_groups, opened_groups, planned_groups; marking, the newest planned step
+                   while some of its groups are not marked as planned, see plan_writes.py;
                    announced, the step of the newest weights that the session announced;
                    the session: session_epoch, session, dp_world_size, lineage, session_ms (its
                    start or end), session_token, session_lost (`<step>:<why>`, while its ranks

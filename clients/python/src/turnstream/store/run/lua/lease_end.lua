@@ -1,6 +1,5 @@
 #!lua
--- Part of open_group, heartbeat, adopt, list_lapsed and announce_revision: when a lease that
--- begins now ends.
+-- Part of open_group, heartbeat, adopt and list_lapsed: when a lease that begins now ends.
 --
 -- After lease_s was lowered, no lease ends before every writer knows it: a writer asks within a third of
 -- the length that it knows. A floor that is further away than it ever was is from before the clock was

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Part of abandon, open_group, post_reward, post_sealed, reserve and whole_counters: refuses a damaged
--- counter before the first write. HINCRBY fails at a field that is no whole number, and Redis keeps
+-- Part of abandon, leader_write, open_group, post_reward, post_sealed, reserve and whole_counters:
+-- refuses a damaged counter before the first write. HINCRBY fails at a field that is no whole number, and Redis keeps
 -- the earlier writes of the script.
 --
 -- Gives damaged(key, ...), an error reply that names the damaged counter of a hash: one of the named

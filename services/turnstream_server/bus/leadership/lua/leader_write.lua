@@ -1,0 +1,93 @@
+#!lua flags=allow-oom
+-- Writes what the leader of a run has decided, all or nothing, if the store still holds the facts
+-- of the decision. Runs also when the server is full: only plans and endings lead to releases.
+--
+-- Arguments:
+--   ARGV[1] leader epoch
+--   ARGV[2...] calls, each: its name, the number of its key in KEYS, the number of its words, words.
+--              First the facts that must hold:
+--                FIELDS  field, "=" and its value, or "" where it is missing; ...
+--                PREFIX  the beginning of each value, field, ...
+--                NEWEST  id of the newest entry of a stream, "0-0" where it is empty
+--              Then commands of the server, and
+--                ENTRY   a field, which gets the id of the entry that the XADD before it has added
+-- Reply:     {1, the reply of each command}, or {0, key, field, its value or false} of the first fact
+--            that does not hold: nothing was written
+
+local LEADER = KEYS[1]
+
+-- include: fenced.lua
+-- include: turnstream.store.run/slices.lua
+-- include: turnstream.store.run/whole_numbers.lua
+
+local function words(first, last)
+  local some = {}
+  for i = first, last do
+    some[#some + 1] = ARGV[i]
+  end
+  return some
+end
+
+local FACTS = {}
+
+function FACTS.FIELDS(key, first, last)
+  local fields = {}
+  for i = first, last, 2 do
+    fields[#fields + 1] = ARGV[i]
+  end
+  for i, found in ipairs(read_sliced('HMGET', key, fields)) do
+    if (found and '=' .. found or '') ~= ARGV[first + 2 * i - 1] then
+      return {0, key, fields[i], found}
+    end
+  end
+end
+
+function FACTS.PREFIX(key, first, last)
+  local prefix, fields = ARGV[first], words(first + 1, last)
+  for i, found in ipairs(read_sliced('HMGET', key, fields)) do
+    if string.sub(found or '', 1, #prefix) ~= prefix then
+      return {0, key, fields[i], found}
+    end
+  end
+end
+
+function FACTS.NEWEST(key, first)
+  local newest = redis.call('XREVRANGE', key, '+', '-', 'COUNT', 1)[1]
+  if (newest and newest[1] or '0-0') ~= ARGV[first] then
+    return {0, key, 'newest', newest and newest[1] or false}
+  end
+end
+
+-- Calls take(name, key, first word, last word) for each call, until it returns a reply.
+local function each_call(take)
+  local at = 2
+  while at <= #ARGV do
+    local first = at + 3
+    local last = first + ARGV[at + 2] - 1
+    local reply = take(ARGV[at], KEYS[tonumber(ARGV[at + 1])], first, last)
+    if reply then
+      return reply
+    end
+    at = last + 1
+  end
+end
+
+local refusal = each_call(function(name, key, first, last)
+  if name == 'HINCRBY' then
+    return damaged(key, ARGV[first])
+  end
+  return FACTS[name] and FACTS[name](key, first, last)
+end)
+if refusal then
+  return refusal
+end
+local replies = {1}
+each_call(function(name, key, first, last)
+  if name == 'ENTRY' then
+    redis.call('HSET', key, ARGV[first], replies[#replies])
+  elseif not FACTS[name] then
+    local some = words(first, last)
+    replies[#replies + 1] = redis.call(name, key, unpack(some))
+  end
+end)
+return replies
