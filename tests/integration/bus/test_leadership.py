@@ -209,7 +209,7 @@ def leader_scripts() -> dict[str, LeaderScript]:
 
 
 SCRIPTS = leader_scripts()
-assert len(SCRIPTS) >= 20, "scripts of a leader are missing"
+assert len(SCRIPTS) >= 12, "scripts of a leader are missing"
 
 
 @pytest.mark.parametrize("name", sorted(SCRIPTS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final, cast
 
 from testkit.plans import manifest
-from testkit.worst_calls.generators import BUCKET, GROUP, LARGE, opened
+from testkit.worst_calls.generators import BUCKET, GROUP, opened
 from testkit.worst_calls.store import (
     NAME,
     REASON,
@@ -16,7 +16,7 @@ from testkit.worst_calls.store import (
     worst,
 )
 from turnstream.batching.config.values import LARGEST_GROUP
-from turnstream.batching.merge.plan import GroupPlan
+from turnstream.batching.fold.decisions import GroupCut, GroupEvaluated
 from turnstream.records.events import MAX_EVENT_BYTES
 from turnstream.store.client.scripts import Command
 from turnstream.store.client.stored_values import StoredHash
@@ -26,16 +26,10 @@ from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.leadership.snapshots import TRIM_SLICE
 from turnstream_server.bus.leadership.writes import write_command
 from turnstream_server.bus.planning.ending import Attempt
-from turnstream_server.bus.planning.plan_writes import (
-    GROUP_WEIGHT,
-    REST_SLICE,
-    SLICE,
-    GroupFacts,
-    StepFacts,
-    commit,
-    decide,
-    mark,
-)
+from turnstream_server.bus.planning.plan_writes import GROUP_WEIGHT, StepFacts, commit, mark
+from turnstream_server.bus.planning.plan_writes import SLICE as PLAN_SLICE
+from turnstream_server.bus.planning.settling import SLICE as END_SLICE
+from turnstream_server.bus.planning.settling import GroupState, settle, settle_evaluation
 from turnstream_server.bus.planning.trajectories import MAX_KEPT_BYTES, MAX_KEPT_EVENTS
 from turnstream_server.bus.release.compact_records import MAX_FILE_BATCHES
 from turnstream_server.bus.release.release import FOLD_SLICE, GROUP_SLICE
@@ -57,7 +51,6 @@ CONSTANT: Final = {
     "tick_clock": "single fields",
 }
 
-MEMBERS_PER_CALL: Final = 200
 DEADLINES_PER_CALL: Final = 200
 ORPHANED_PER_CALL: Final = 4
 REJECTED_PER_CALL: Final = 25
@@ -79,60 +72,12 @@ def attempts_at_limit(store: LimitStore) -> list[str]:
     return ids
 
 
-def large_group(store: LimitStore, state: str) -> None:
-    """Write a group of the largest size, with open trajectories and refills of others."""
-    opened(store, LARGE)
-    store.fill(store.keys.groups, [(GROUP, f"{LARGEST_GROUP}:{state}")])
-    store.score(store.keys.refills, ((each, 1) for each in ids_of(1_000)))
-
-
 def attempts_of_old_release(store: LimitStore) -> None:
     """Write a group with an attempt far above the known ones, which an earlier release accepted."""
     store.fill(store.keys.groups, [("old", "1024:open")])
     store.fill(store.keys.members, [("old", "1024:999:0:")])
     opened(store, ["old/0/0"])
     store.fill(store.keys.ledger, [("old/0/999", "sealed:1"), ("old/0/0", "sealed:1")])
-
-
-@worst(WORST)
-def settle_group(store: LimitStore) -> list[Command]:
-    """The largest group, the most attempts, and the most trajectories that are named."""
-    large_group(store, "open")
-    by_samples = store.call("settle_group", GROUP, "incomplete", REASON, 0)
-    other = store.configured()
-    attempts_at_limit(other)
-    by_attempts = other.call("settle_group", GROUP, "incomplete", REASON, 0)
-    sealed = LimitStore(store.client, f"{store.run.name}-sealed")
-    large_group(sealed, "decided")
-    sealed.fill(sealed.keys.ledger, ((each, "sealed:1") for each in LARGE))
-    named = sealed.call("settle_group", GROUP, "filtered", REASON, 0, *LARGE)
-    attempts_of_old_release(sealed)
-    return [
-        by_samples,
-        by_attempts,
-        named,
-        sealed.call("settle_group", "old", "expired", REASON, 0),
-    ]
-
-
-@worst(WORST)
-def settle_eval(store: LimitStore) -> list[Command]:
-    """The largest group whose trajectories all count, and as many versions as are kept."""
-    large_group(store, "evaluating")
-    store.fill(store.keys.ledger, ((each, "awaiting_reward:1") for each in LARGE))
-    store.score(store.keys.deadlines, ((f"reward:{each}", 1) for each in LARGE))
-    store.fill(store.keys.evals, ((str(number), "r" * 1_000) for number in range(1_000)))
-    words = (GROUP, REASON, REASON, "r" * 100_000, "9999", "r" * 1_000)
-    return [store.call("settle_eval", *words, *LARGE)]
-
-
-@worst(WORST)
-def settle_members(store: LimitStore) -> list[Command]:
-    """The most trajectories of one call."""
-    ids = ids_of(MEMBERS_PER_CALL)
-    store.fill(store.keys.ledger, ((each, "awaiting_reward:1") for each in ids))
-    words = [word for each in ids for word in (each, "filtered", REASON)]
-    return [store.call("settle_members", *words)]
 
 
 @worst(WORST)
@@ -188,7 +133,7 @@ def batch_of_groups(store: LimitStore, state: str, entry: str) -> None:
     store.fill(store.keys.tasks, ((each, each) for each in groups))
 
 
-def group_facts(store: LimitStore, group: str, num_samples: int) -> GroupFacts:
+def sealed_group(store: LimitStore, group: str, num_samples: int) -> GroupState:
     """Write a group of a prompt, all of it sealed; return its facts."""
     ids = ids_of(num_samples, group=group)
     store.fill(store.keys.groups, [(group, f"{num_samples}:open")])
@@ -196,21 +141,26 @@ def group_facts(store: LimitStore, group: str, num_samples: int) -> GroupFacts:
     store.fill(store.keys.held, ((each, "70000") for each in ids))
     store.fill(store.keys.tasks, [(group, group)])
     store.score(store.keys.deadlines, [(f"group:{group}", 1)])
-    return GroupFacts(
-        plan=GroupPlan(group_id=group, prompt_uid="", trajectories=()),
-        state=b"%d:open" % num_samples,
-        members=None,
-        task=group.encode(),
-        attempts=[Attempt(each, b"sealed:1", b"70000") for each in ids],
-        rest=[],
-    )
+    attempts = [Attempt(each, b"sealed:1", b"70000") for each in ids]
+    return GroupState(group, b"%d:open" % num_samples, None, group.encode(), attempts)
+
+
+def open_group(store: LimitStore, group: str, *, state: str, num_open: int) -> GroupState:
+    """Write a group of the largest size, of which some samples are open; return its facts."""
+    ids = ids_of(LARGEST_GROUP, group=group)
+    opened(store, ids[:num_open])
+    store.fill(store.keys.groups, [(group, f"{LARGEST_GROUP}:{state}")])
+    store.client.hdel(store.keys.held, *ids)
+    entries = store.client.hmget(store.keys.ledger, ids)
+    attempts = [Attempt(*each, None) for each in zip(ids, cast(Any, entries), strict=True)]
+    return GroupState(group, b"%d:%s" % (LARGEST_GROUP, state.encode()), None, None, attempts)
 
 
 @worst(WORST)
 def leader_write(store: LimitStore) -> list[Command]:
-    """Slices of plans with small groups and a large one, and open attempts of a large group."""
+    """Slices of plans with small groups and a large one, and the ends of large groups."""
     term = Term(cast(Any, None), store.run, 1)
-    small = [group_facts(store, each, 1) for each in groups_of(SLICE // (1 + GROUP_WEIGHT))]
+    small = [sealed_group(store, each, 1) for each in groups_of(PLAN_SLICE // (1 + GROUP_WEIGHT))]
     facts = StepFacts(
         frontier=StoredHash(store.keys.frontier, {b"lineage": b"main"}),
         before=None,
@@ -218,17 +168,18 @@ def leader_write(store: LimitStore) -> list[Command]:
         revision=1,
         now_ms=1,
     )
-    plan = commit(facts, manifest(), small, manifest_hash="f" * 64, record=b"m" * 1_000_000)
-    large = [group_facts(store, GROUP, LARGEST_GROUP)]
-    ids = ids_of(REST_SLICE, group="open")
-    opened(store, ids)
-    store.fill(store.keys.groups, [("open", f"{LARGEST_GROUP}:open")])
-    entries = store.client.hmget(store.keys.ledger, ids)
-    rest = [Attempt(*each, None) for each in zip(ids, cast(Any, entries), strict=True)]
-    undecided = large[0]._replace(
-        plan=GroupPlan(group_id="open", prompt_uid="", trajectories=()), rest=rest
-    )
-    changes = [plan, mark(large, step=2), decide(undecided)]
+    cut = GroupCut(group_id="cut", reason=REASON)
+    ended = GroupEvaluated(group_id="eval", keys=(), result=None, total=None)
+    part = open_group(store, "part", state="open", num_open=LARGEST_GROUP)
+    last = open_group(store, "last", state="open", num_open=END_SLICE)
+    evaluated = open_group(store, "eval", state="evaluating", num_open=END_SLICE)
+    changes = [
+        commit(facts, manifest(), small, manifest_hash="f" * 64, record=b"m" * 1_000_000),
+        mark([sealed_group(store, GROUP, LARGEST_GROUP)], step=2),
+        settle(part, cut, limits_open=True),
+        settle(last, cut, limits_open=True),
+        settle_evaluation(evaluated, ended, versions=()),
+    ]
     return [write_command(term, each) for each in changes if each is not None]
 
 

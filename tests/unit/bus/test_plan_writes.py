@@ -18,18 +18,8 @@ from turnstream.store.client.stored_values import StoredHash
 from turnstream_server.bus.leadership.writes import Changes
 from turnstream_server.bus.planning import plan_writes
 from turnstream_server.bus.planning.ending import Attempt
-from turnstream_server.bus.planning.plan_writes import GroupFacts, StepFacts
-
-_REST = st.sampled_from(
-    [
-        (b"open:1:w", b"r30"),
-        (b"awaiting_reward:1", b"40"),
-        (b"sealed:1", b"50"),
-        (b"abandoned:lease", b"r60"),
-        (None, b"r70"),
-        (None, None),
-    ]
-)
+from turnstream_server.bus.planning.plan_writes import StepFacts
+from turnstream_server.bus.planning.settling import GroupState
 
 
 def facts_of(**fields: bytes) -> StepFacts:
@@ -38,22 +28,22 @@ def facts_of(**fields: bytes) -> StepFacts:
     return StepFacts(frontier=frontier, before=None, of_step=None, revision=1, now_ms=5)
 
 
-def group_of(name: str, *, num_sealed: int, rest: Iterable[Any] = (), state: str = "open") -> Any:
-    plans = [trajectory_plan(name, sample=s, reward=1.0, advantage=0.0) for s in range(num_sealed)]
-    ids = [each.key.trajectory_id for each in plans]
-    others = [Attempt(f"{name}/{num_sealed + i}/0", *each) for i, each in enumerate(rest)]
-    return GroupFacts(
-        plan=GroupPlan(group_id=name, prompt_uid="", trajectories=tuple(plans)),
-        state=f"{num_sealed + len(others)}:{state}".encode(),
-        members=None,
-        task=None,
-        attempts=[Attempt(each, b"sealed:1", b"10") for each in ids],
-        rest=others,
-    )
+def group_of(name: str, *, num_sealed: int, state: str = "open") -> GroupState:
+    attempts = [Attempt(f"{name}/{s}/0", b"sealed:1", b"10") for s in range(num_sealed)]
+    return GroupState(name, f"{num_sealed}:{state}".encode(), None, None, attempts)
 
 
 def plan_of(sizes: Iterable[int]) -> Manifest:
-    groups = tuple(group_of(f"g{i}", num_sealed=size).plan for i, size in enumerate(sizes))
+    groups = tuple(
+        GroupPlan(
+            group_id=f"g{i}",
+            prompt_uid="",
+            trajectories=tuple(
+                trajectory_plan(f"g{i}", sample=s, reward=1.0, advantage=0.0) for s in range(size)
+            ),
+        )
+        for i, size in enumerate(sizes)
+    )
     return dataclasses.replace(manifest(), groups=groups)
 
 
@@ -80,42 +70,13 @@ def test_slices_have_all_groups_in_order_below_the_limit(sizes: list[int]) -> No
         assert len(some) == 1 or weight <= plan_writes.SLICE
 
 
-@given(st.lists(_REST, min_size=1, max_size=20))
-def test_decided_group_ends_what_is_open_and_keeps_the_sums(rest: list[Any]) -> None:
-    group = group_of("g", num_sealed=2, rest=rest)
-
-    changes = plan_writes.decide(group)
-
-    assert changes is not None
-    ended = [each for each in group.rest if each.state in {"open", "awaiting_reward"}]
-    found = sums(changes)
-    assert found["counts", "surplus"] == len(ended)
-    assert sum(number for (key, _), number in found.items() if key == "counts") == 0
-    unopened = [each.reserved_bytes for each in group.rest if each.entry is None]
-    assert found["budget", "reserved"] == -sum(unopened)
-    assert ("HSET", "groups", ("g", f"{2 + len(rest)}:decided")) in changes.calls()
-
-
-def test_large_group_is_ended_in_slices_and_then_decided() -> None:
-    rest = [(b"open:1:w", b"r1")] * (plan_writes.REST_SLICE + 1)
-    group = group_of("g", num_sealed=1, rest=rest)
-
-    first = plan_writes.decide(group)
-    second = plan_writes.decide(group._replace(rest=group.rest[plan_writes.REST_SLICE :]))
-
-    assert first is not None
-    assert second is not None
-    assert sums(first) == {("counts", "open"): -1_000, ("counts", "surplus"): 1_000}
-    assert ("frontier", "open_groups") in sums(second)
-
-
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=9),
     st.lists(st.sampled_from(["open", "decided", "planned"]), min_size=9, max_size=9),
 )
 def test_marked_groups_move_all_their_sums_once(sizes: list[int], states: list[str]) -> None:
     groups = [group_of(f"g{i}", num_sealed=size, state=states[i]) for i, size in enumerate(sizes)]
-    new = [each for each in groups if not each.is_planned]
+    new = [each for each in groups if not plan_writes.is_marked(each)]
 
     changes = plan_writes.mark(groups, step=3)
 
@@ -127,7 +88,7 @@ def test_marked_groups_move_all_their_sums_once(sizes: list[int], states: list[s
     found = sums(changes)
     assert (found["counts", "sealed"], found["counts", "planned"]) == (-num, num)
     assert (found["budget", "stored"], found["budget", "planned"]) == (-10 * num, 10 * num)
-    assert found["frontier", "open_groups"] == -sum(each.is_open for each in new)
+    assert found["frontier", "open_groups"] == -sum(each.state == "open" for each in new)
     written = [words for name, key, words in changes.calls() if (name, key) == ("HSET", "groups")]
     assert [*written[0][::2]] == [each.name for each in new]
 
@@ -160,6 +121,24 @@ def test_plan_in_slices_says_so_until_all_groups_are_marked() -> None:
     assert marking not in whole.calls()
     assert sums(first)["frontier", "planned_groups"] == 2
     assert sums(first)["counts", "planned"] == 1
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "members", "state", "leaves_out"),
+    [
+        (2, None, "open", False),
+        (3, None, "open", True),
+        (2, b"2:1:1:p", "open", True),
+        (3, b"2:1:1:p", "decided", False),
+    ],
+)
+def test_open_group_with_other_attempts_is_decided_before_its_plan(
+    num_samples: int, members: bytes | None, state: str, leaves_out: bool
+) -> None:
+    group = group_of("g", num_sealed=2, state=state)
+    entry = f"{num_samples}:{state}".encode()
+
+    assert plan_writes.leaves_out(group._replace(entry=entry, members=members)) is leaves_out
 
 
 def test_trajectory_that_is_named_twice_is_refused() -> None:

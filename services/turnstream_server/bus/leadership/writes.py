@@ -16,7 +16,13 @@ from typing import Any, Final, NamedTuple, TypeVar
 from turnstream.errors import FencedError, StoreUnavailableError
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
-from turnstream.store.client.scripts import Argument, Command, Script, run_command_async
+from turnstream.store.client.scripts import (
+    Argument,
+    Command,
+    Script,
+    run_command_async,
+    run_commands_async,
+)
 from turnstream_server.bus.leadership.leadership import Term
 
 _SCRIPT: Final = Script("leader_write", "turnstream_server.bus.leadership")
@@ -43,6 +49,9 @@ class Changes:
 
     Keys have their names in `RunKeys`.
 
+    Attributes:
+        is_part: whether more of the same decision is left to write after them.
+
     >>> changes = Changes()
     >>> changes.expect("groups", "g", b"8:open")
     >>> changes.write("HSET", "groups", "g", "8:decided")
@@ -51,6 +60,7 @@ class Changes:
     """
 
     def __init__(self) -> None:
+        self.is_part = False
         self._fields: dict[str, list[Argument]] = {}
         self._facts: list[tuple[str, str, tuple[Argument, ...]]] = []
         self._writes: list[tuple[str, str, tuple[Argument, ...]]] = []
@@ -123,11 +133,17 @@ async def write(term: Term, changes: Changes) -> list[Any] | Difference:
         FencedError: another planner leads the run.
         CorruptRecordError: a counter is damaged: nothing was written.
     """
-    is_written, *replies = await run_command_async(term.client, write_command(term, changes))
-    if is_written:
-        return replies
-    key, field, value = replies
-    return Difference(key.decode(), field.decode(errors="replace"), value)
+    return _outcome(await run_command_async(term.client, write_command(term, changes)))
+
+
+async def write_all(term: Term, changes: Sequence[Changes]) -> list[list[Any] | Difference]:
+    """Write several changes in one round trip, each all or nothing; see `write`."""
+    commands = [write_command(term, each) for each in changes]
+    replies = await run_commands_async(term.client, commands) if commands else []
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise reply
+    return [_outcome(reply) for reply in replies]
 
 
 async def write_decision(
@@ -172,3 +188,11 @@ async def read_facts(term: Term, *commands: Sequence[Argument]) -> list[Any]:
     if epoch != b"%d" % term.epoch:
         raise FencedError(f"another planner leads the run, not epoch {term.epoch}")
     return replies
+
+
+def _outcome(reply: Sequence[Any]) -> list[Any] | Difference:
+    is_written, *replies = reply
+    if is_written:
+        return replies
+    key, field, value = replies
+    return Difference(key.decode(), field.decode(errors="replace"), value)

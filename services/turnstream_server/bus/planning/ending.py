@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from turnstream.store.client import keys
@@ -39,8 +39,10 @@ class Attempt(NamedTuple):
         return int(self.held) if self.held is not None and self.held.isdigit() else 0
 
 
-async def read_attempts(term: Term, group: str, *, num_samples: int, highest: int) -> list[Attempt]:
-    """Return the attempts of a group up to the highest known one.
+async def read_attempts(
+    term: Term, group: str, *, num_samples: int, highest: int, also: Collection[str] = ()
+) -> list[Attempt]:
+    """Return the attempts of a group up to the highest known one, and the ids in `also`.
 
     A restarted store may have lost an attempt before a known one, so all of them are read. In a
     group of more than ALL_READ, an attempt is read if the one before it was opened.
@@ -48,28 +50,37 @@ async def read_attempts(term: Term, group: str, *, num_samples: int, highest: in
     Raises:
         FencedError: another planner leads the run.
     """
-    if num_samples * (highest + 1) <= ALL_READ:
-        pairs = [(s, a) for a in range(highest + 1) for s in range(num_samples)]
-        return await _read(term, group, pairs)
     found: list[Attempt] = []
     samples: Sequence[int] = range(num_samples)
-    for attempt in range(highest + 1):
-        some = await _read(term, group, [(sample, attempt) for sample in samples])
-        found += some
-        if attempt:  # attempt 1 may be granted before attempt 0 was opened
-            samples = [s for s, each in zip(samples, some, strict=True) if each.entry is not None]
-        if not samples:
-            break
-    return found
+    if num_samples * (highest + 1) <= ALL_READ:
+        ids = [f"{group}/{sample}/{a}" for a in range(highest + 1) for sample in samples]
+        found = await read_trajectories(term, ids)
+    else:
+        for attempt in range(highest + 1):
+            some = await read_trajectories(term, [f"{group}/{s}/{attempt}" for s in samples])
+            found += some
+            if attempt:  # attempt 1 may be granted before attempt 0 was opened
+                pairs = zip(samples, some, strict=True)
+                samples = [sample for sample, each in pairs if each.entry is not None]
+    seen = {each.trajectory_id for each in found}
+    return found + await read_trajectories(term, [each for each in also if each not in seen])
 
 
-async def _read(term: Term, group: str, pairs: Sequence[tuple[int, int]]) -> list[Attempt]:
+async def read_trajectories(term: Term, ids: Sequence[str]) -> list[Attempt]:
+    """Return some trajectories, a slice of ALL_READ in each round trip.
+
+    Raises:
+        FencedError: another planner leads the run.
+    """
     known = keys.run_keys(term.run)
-    ids = [f"{group}/{sample}/{attempt}" for sample, attempt in pairs]
-    entries, held = await read_facts(
-        term, ("HMGET", known.ledger, *ids), ("HMGET", known.held, *ids)
-    )
-    return [Attempt(*each) for each in zip(ids, entries, held, strict=True)]
+    found: list[Attempt] = []
+    for start in range(0, len(ids), ALL_READ):
+        some = ids[start : start + ALL_READ]
+        entries, held = await read_facts(
+            term, ("HMGET", known.ledger, *some), ("HMGET", known.held, *some)
+        )
+        found += (Attempt(*each) for each in zip(some, entries, held, strict=True))
+    return found
 
 
 def end_attempts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import redis.asyncio
@@ -15,40 +15,42 @@ from turnstream.batching.fold.decisions import (
     MemberDropped,
     RefillWanted,
 )
-from turnstream.records.evals import encode_evaluation
+from turnstream.errors import ConflictError
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
-from turnstream.store.client.scripts import Command, run_commands_async
-from turnstream.store.run.evals import version_field
-from turnstream.types import RefillGranted
+from turnstream.store.run.configs import parse_revisions
+from turnstream.types import RefillGranted, TrajectoryKey
 from turnstream_server.bus.leadership.leadership import LeaderScript, Term
+from turnstream_server.bus.leadership.writes import (
+    Changes,
+    Difference,
+    read_facts,
+    write_all,
+    write_decision,
+)
+from turnstream_server.bus.planning.ending import read_trajectories
+from turnstream_server.bus.planning.settling import (
+    end_members,
+    read_group_states,
+    settle,
+    settle_evaluation,
+)
 
-Settlement = MemberDropped | GroupDropped | GroupCut | GroupEvaluated
+_GroupDecision = GroupDropped | GroupCut | GroupEvaluated
+Settlement = MemberDropped | _GroupDecision
 """A decision that ends trajectories."""
 
-EVALUATED: Final = "part of an evaluation"
-NOT_EVALUATED: Final = "its evaluation ended without it"
-"""Reasons in the ledger for trajectories of an evaluated group."""
-
-_SETTLE_MEMBERS = LeaderScript("settle_members", "planning", "ledger counts deadlines")
-_SETTLE_GROUP = LeaderScript(
-    "settle_group",
-    "planning",
-    "groups ledger counts frontier wake members deadlines refills leases config tasks prompts "
-    "again held budget",
-)
-_SETTLE_EVAL: Final = LeaderScript(
-    "settle_eval",
-    "planning",
-    "groups ledger counts members refills deadlines leases evals evalgroups held budget wake",
-)
 _GRANT = LeaderScript(
     "grant_refill",
     "planning",
     "groups ledger members refills deadlines config events wake frontier clock",
 )
-_MEMBERS_PER_CALL: Final = 200
+_PER_CALL: Final = 200
+"""Trajectories that are ended by one call."""
+
+_PER_ROUND: Final = 64
+"""Groups whose facts are read, and whose ends are written, in one round trip."""
 
 
 async def settle_groups(term: Term, settled: Sequence[Settlement]) -> None:
@@ -59,17 +61,17 @@ async def settle_groups(term: Term, settled: Sequence[Settlement]) -> None:
     Raises:
         ConflictError: a group is in a batch already, or was never opened.
     """
-    if not settled:
-        return
-    members = [each for each in settled if isinstance(each, MemberDropped)]
+    await _end_members(term, [each for each in settled if isinstance(each, MemberDropped)])
     groups = [each for each in settled if not isinstance(each, MemberDropped)]
-    commands = [
-        *_settle_members(term, members),
-        *(_settle_group(term, group) for group in groups),
-    ]
-    for reply in await run_commands_async(term.client, commands):
-        if isinstance(reply, Exception):
-            raise reply
+    refusals: list[ConflictError] = []
+    while groups:
+        first = {each.group_id: each for each in reversed(groups)}  # in order, for each group
+        some = list(itertools.islice(first.values(), _PER_ROUND))
+        left = await _settle_round(term, some, refusals)
+        done = {*map(id, some)} - {*map(id, left)}
+        groups = [each for each in groups if id(each) not in done]
+    if refusals:
+        raise refusals[0]
 
 
 async def grant_refill(term: Term, wanted: RefillWanted) -> bool:
@@ -103,37 +105,57 @@ async def is_evaluating(client: redis.asyncio.Redis, run: str) -> bool:
     return any(state.endswith(b":evaluating") for state in groups)
 
 
-def _settle_members(term: Term, dropped: Sequence[MemberDropped]) -> Iterator[Command]:
-    for start in range(0, len(dropped), _MEMBERS_PER_CALL):
-        arguments: list[str] = []
-        for member in dropped[start : start + _MEMBERS_PER_CALL]:
-            arguments += (keys.trajectory_id(member.key), member.state, member.reason)
-        yield _SETTLE_MEMBERS(term, *arguments)
+async def _end_members(term: Term, dropped: Sequence[MemberDropped]) -> None:
+    for start in range(0, len(dropped), _PER_CALL):
+        becomes = {
+            keys.trajectory_id(each.key): (each.state.value, each.reason)
+            for each in dropped[start : start + _PER_CALL]
+        }
+        await write_decision(
+            term,
+            lambda becomes=becomes: read_trajectories(term, [*becomes]),
+            lambda found, becomes=becomes: end_members(found, becomes),
+        )
 
 
-def _settle_group(term: Term, group: GroupDropped | GroupCut | GroupEvaluated) -> Command:
-    if isinstance(group, GroupEvaluated):
-        return _settle_eval(term, group)
-    is_dropped = isinstance(group, GroupDropped)
-    return _SETTLE_GROUP(
-        term,
-        keys.encode_name(group.group_id),
-        group.state if is_dropped else "decided",
-        group.reason,
-        0 if is_dropped else group.num_granted,
-        *map(keys.trajectory_id, group.keys if is_dropped else ()),
-    )
+async def _settle_round(
+    term: Term, decisions: Sequence[_GroupDecision], refusals: list[ConflictError]
+) -> list[_GroupDecision]:
+    """Write decisions on groups; return those that are not written, or not whole."""
+    named = {
+        keys.encode_name(each.group_id): [keys.trajectory_id(key) for key in _keys_of(each)]
+        for each in decisions
+    }
+    facts = await read_group_states(term, named)
+    limits_open, versions = await _read_settings(term)
+    written: list[tuple[_GroupDecision, Changes]] = []
+    for decision, group in zip(decisions, facts, strict=True):
+        try:
+            if isinstance(decision, GroupEvaluated):
+                changes = settle_evaluation(group, decision, versions=versions)
+            else:
+                changes = settle(group, decision, limits_open=limits_open)
+        except ConflictError as error:
+            refusals.append(error)
+            continue
+        if changes is not None:
+            written.append((decision, changes))
+    found = await write_all(term, [changes for _, changes in written])
+    return [
+        decision
+        for (decision, changes), each in zip(written, found, strict=True)
+        if isinstance(each, Difference) or changes.is_part
+    ]
 
 
-def _settle_eval(term: Term, ended: GroupEvaluated) -> Command:
-    result, total = ended.result, ended.total
-    return _SETTLE_EVAL(
-        term,
-        keys.encode_name(ended.group_id),
-        EVALUATED,
-        NOT_EVALUATED,
-        b"" if result is None else encode_evaluation(result),
-        "" if result is None else version_field(result.version),
-        b"" if total is None else encode_evaluation(total),
-        *map(keys.trajectory_id, ended.keys),
-    )
+async def _read_settings(term: Term) -> tuple[bool, set[str]]:
+    """Return whether the run limits its open groups, and the versions with a stored result."""
+    known = keys.run_keys(term.run)
+    config, versions = await read_facts(term, ("HGETALL", known.config), ("HKEYS", known.evals))
+    revisions = parse_revisions(term.run, config)
+    in_force = revisions.revision(revisions.in_force).config
+    return bool(in_force.max_open_groups), {each.decode() for each in versions}
+
+
+def _keys_of(decision: _GroupDecision) -> Sequence[TrajectoryKey]:
+    return () if isinstance(decision, GroupCut) else decision.keys

@@ -18,7 +18,8 @@ from turnstream.store.client.stored_values import reading
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.leadership.writes import Changes, read_facts, write, write_decision
 from turnstream_server.bus.planning import plan_writes
-from turnstream_server.bus.planning.plan_writes import GroupFacts, StepFacts
+from turnstream_server.bus.planning.plan_writes import StepFacts
+from turnstream_server.bus.planning.settling import GroupState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ async def write_manifest(term: Term, stored: StoredManifest) -> bool:
     manifest, of_plan = stored.manifest, {"manifest_hash": stored.hash}
     first, *others = plan_writes.slices_of(manifest)
 
-    async def read() -> tuple[StepFacts, list[GroupFacts]]:
+    async def read() -> tuple[StepFacts, list[GroupState]]:
         step = await plan_writes.read_step(term, manifest.step)
         if not plan_writes.check_step(step, manifest, **of_plan):
             return step, []
@@ -60,7 +61,7 @@ async def write_manifest(term: Term, stored: StoredManifest) -> bool:
             await plan_writes.read_decided_groups(term, some, is_new=True)
         return step, await plan_writes.read_decided_groups(term, first, is_new=True)
 
-    def decide(facts: tuple[StepFacts, list[GroupFacts]]) -> Changes | None:
+    def decide(facts: tuple[StepFacts, list[GroupState]]) -> Changes | None:
         step, groups = facts
         if not groups:
             return None

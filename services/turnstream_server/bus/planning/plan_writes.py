@@ -11,16 +11,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
+from turnstream.batching.fold.decisions import GroupCut
 from turnstream.batching.merge.plan import GroupPlan, Manifest
-from turnstream.errors import ConflictError, CorruptRecordError
+from turnstream.errors import ConflictError
 from turnstream.store.client import keys
 from turnstream.store.client.stored_values import StoredHash, parsed_number, reading
 from turnstream_server.bus.core.frontier import NONE_WITHDRAWN, Withdrawn
 from turnstream_server.bus.leadership.leadership import Term
-from turnstream_server.bus.leadership.writes import Changes, read_facts, write
-from turnstream_server.bus.planning.ending import Attempt, end_attempts, read_attempts
+from turnstream_server.bus.leadership.writes import Changes, read_facts
+from turnstream_server.bus.planning.ending import Attempt
+from turnstream_server.bus.planning.groups import settle_groups
+from turnstream_server.bus.planning.settling import GroupState
 
 SLICE: Final = 3_000
 """Most trajectories of one slice, where each group counts as GROUP_WEIGHT more. A slice takes the
@@ -28,11 +31,7 @@ server about 15 ms."""
 
 GROUP_WEIGHT: Final = 4
 
-REST_SLICE: Final = 1_000
-"""Attempts of an undecided group that one call ends."""
-
 _REASON: Final = "its group was planned without it"
-_ENDS: Final = {"open": "surplus", "awaiting_reward": "surplus"}
 _FRONTIER: Final = (
     *("planned", "next_revision", "paused", "lineage", "withdrawn"),
     *("opened_groups", "live_groups", "planned_groups", "at_plans"),
@@ -61,45 +60,6 @@ class StepFacts:
     def planned(self) -> int:
         """The newest planned step."""
         return self.frontier.number("planned")
-
-
-class GroupFacts(NamedTuple):
-    """The facts in the store about one group of a plan.
-
-    Attributes:
-        plan: the group in the manifest.
-        state: its entry in `groups`, None for a finished one; `members` and `task` alike.
-        attempts: its planned trajectories.
-        rest: the other attempts of an open group, where there are any.
-    """
-
-    plan: GroupPlan
-    state: bytes | None
-    members: bytes | None
-    task: bytes | None
-    attempts: list[Attempt]
-    rest: list[Attempt]
-
-    @property
-    def name(self) -> str:
-        """The name of the group in keys."""
-        return keys.encode_name(self.plan.group_id)
-
-    @property
-    def num_samples(self) -> int:
-        """The samples of the group; it must not be finished."""
-        assert self.state is not None
-        return int(self.state.partition(b":")[0])
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether the group takes samples; a decided one has no open trajectories."""
-        return self.state is not None and self.state.endswith(b":open")
-
-    @property
-    def is_planned(self) -> bool:
-        """Return whether the group was marked before: finished, or planned."""
-        return self.state is None or self.state.endswith(b":planned")
 
 
 def slices_of(manifest: Manifest) -> list[Sequence[GroupPlan]]:
@@ -153,75 +113,55 @@ async def read_step(term: Term, step: int) -> StepFacts:
 
 async def read_decided_groups(
     term: Term, groups: Sequence[GroupPlan], *, is_new: bool
-) -> list[GroupFacts]:
+) -> list[GroupState]:
     """Return the facts of some groups, and decide those of which the plan leaves attempts out.
 
-    The groups of a new plan are checked before anything is written.
+    The attempts of each are the planned ones. The groups of a new plan are checked before anything
+    is written.
 
     Raises:
         ConflictError: `is_new`, and a trajectory is not sealed, or a group is finished.
+        CorruptRecordError: the entry of a group in `members` is damaged.
         FencedError: another planner leads the run.
     """
     while True:
-        found = await read_groups(term, groups)
+        found = await _read_groups(term, groups)
         if is_new:
             check_groups(found)
-        with_rest = [each for each in found if each.rest]
-        if not with_rest:
+        cut = [
+            GroupCut(group_id=plan.group_id, reason=_REASON, num_granted=group.num_granted)
+            for plan, group in zip(groups, found, strict=True)
+            if leaves_out(group)
+        ]
+        if not cut:
             return found
-        for group in with_rest:
-            changes = decide(group)
-            if changes is not None:
-                await write(term, changes)
+        await settle_groups(term, cut)
 
 
-async def read_groups(term: Term, groups: Sequence[GroupPlan]) -> list[GroupFacts]:
-    """Return the facts of some groups of a plan.
-
-    Raises:
-        FencedError: another planner leads the run.
-    """
+async def _read_groups(term: Term, groups: Sequence[GroupPlan]) -> list[GroupState]:
     known = keys.run_keys(term.run)
     names = [keys.encode_name(each.group_id) for each in groups]
     ids = [keys.trajectory_id(each.key) for group in groups for each in group.trajectories]
-    states, members, tasks, entries, held = await read_facts(
+    *columns, entries, held = await read_facts(
         term,
         *(("HMGET", key, *names) for key in (known.groups, known.members, known.tasks)),
         *(("HMGET", key, *ids) for key in (known.ledger, known.held)),
     )
     attempts = map(Attempt, ids, entries, held)
-    found: list[GroupFacts] = []
-    for plan, *own in zip(groups, states, members, tasks, strict=True):
-        planned = [next(attempts) for _ in plan.trajectories]
-        facts = GroupFacts(plan, *own, attempts=planned, rest=[])
-        found.append(facts._replace(rest=await _read_rest(term, facts)))
-    return found
+    return [
+        GroupState(name, *own, attempts=[next(attempts) for _ in plan.trajectories])
+        for plan, name, *own in zip(groups, names, *columns, strict=True)
+    ]
 
 
-async def _read_rest(term: Term, group: GroupFacts) -> list[Attempt]:
-    """Return the attempts of an open group that the plan leaves out."""
-    if not group.is_open:
-        return []
-    highest = _highest(group)
-    if not highest and len(group.attempts) == group.num_samples:
-        return []
-    planned = {each.trajectory_id for each in group.attempts}
-    found = await read_attempts(term, group.name, num_samples=group.num_samples, highest=highest)
-    return [each for each in found if each.trajectory_id not in planned]
+def leaves_out(group: GroupState) -> bool:
+    """Return whether an open group may have attempts in addition to the planned ones."""
+    return group.state == "open" and (group.highest > 0 or len(group.attempts) < group.num_samples)
 
 
-def _highest(group: GroupFacts) -> int:
-    """Return the highest known attempt.
-
-    Raises:
-        CorruptRecordError: the entry in `members` is damaged.
-    """
-    try:
-        return int((group.members or b":0").split(b":")[1])
-    except (IndexError, ValueError):
-        raise CorruptRecordError(
-            f"damaged: members, field {group.name!r}: {group.members!r} is no entry of members"
-        ) from None
+def is_marked(group: GroupState) -> bool:
+    """Return whether a group of a written plan is marked: planned, or finished since."""
+    return group.state in {"", "planned"}
 
 
 def check_step(facts: StepFacts, manifest: Manifest, *, manifest_hash: str) -> bool:
@@ -260,31 +200,7 @@ def check_step(facts: StepFacts, manifest: Manifest, *, manifest_hash: str) -> b
     return not (is_revised or is_other_lineage or b"paused" in frontier.fields)
 
 
-def decide(group: GroupFacts) -> Changes | None:
-    """Return the writes that end the attempts that a plan leaves out, and decide their group.
-
-    The group stays open where more than REST_SLICE attempts are left; the first of them are ended.
-    None where the plan leaves out nothing.
-    """
-    if not group.rest:
-        return None
-    changes = Changes()
-    changes.expect("groups", group.name, group.state)
-    changes.expect("members", group.name, group.members)
-    held = [each for each in group.rest if each.state in _ENDS or each.reserved_bytes]
-    if len(held) > REST_SLICE:
-        end_attempts(changes, held[:REST_SLICE], becomes=_ENDS, reason=_REASON)
-        return changes
-    end_attempts(changes, group.rest, becomes=_ENDS, reason=_REASON)
-    changes.write("HSET", "groups", group.name, f"{group.num_samples}:decided")
-    changes.write("ZREM", "deadlines", f"group:{group.name}")
-    changes.write_each("ZREM", "refills", [each.trajectory_id for each in group.rest])
-    changes.add("frontier", "open_groups", -1)
-    changes.wake()
-    return changes
-
-
-def check_groups(groups: Sequence[GroupFacts]) -> None:
+def check_groups(groups: Sequence[GroupState]) -> None:
     """Check that some groups can be planned.
 
     Raises:
@@ -295,7 +211,7 @@ def check_groups(groups: Sequence[GroupFacts]) -> None:
             if each.state != "sealed":
                 entry = (each.entry or b"unknown").decode(errors="replace")
                 raise ConflictError(f"{each.trajectory_id} is {entry}, not sealed")
-        if group.is_planned:
+        if is_marked(group):
             first = group.attempts[0].trajectory_id
             raise ConflictError(f"group {group.name} of {first} is finished")
 
@@ -303,7 +219,7 @@ def check_groups(groups: Sequence[GroupFacts]) -> None:
 def commit(
     facts: StepFacts,
     manifest: Manifest,
-    groups: Sequence[GroupFacts],
+    groups: Sequence[GroupState],
     *,
     manifest_hash: str,
     record: bytes,
@@ -333,22 +249,22 @@ def commit(
     return changes
 
 
-def mark(groups: Sequence[GroupFacts], *, step: int) -> Changes | None:
+def mark(groups: Sequence[GroupState], *, step: int) -> Changes | None:
     """Return the writes that mark some groups of a written plan; None if all are marked."""
     changes = Changes()
-    unmarked = [group for group in groups if not group.is_planned]
+    unmarked = [group for group in groups if not is_marked(group)]
     if not unmarked:
         return None
     _mark(changes, unmarked, step=step)
     return changes
 
 
-def _mark(changes: Changes, groups: Sequence[GroupFacts], *, step: int) -> None:
+def _mark(changes: Changes, groups: Sequence[GroupState], *, step: int) -> None:
     ids: list[str] = []
     num_bytes = 0
     for group in groups:
-        changes.expect("groups", group.name, group.state)
-        if group.is_open:
+        changes.expect("groups", group.name, group.entry)
+        if group.state == "open":
             changes.expect("members", group.name, group.members)
         ids += (each.trajectory_id for each in group.attempts)
         num_bytes += sum(each.stored_bytes for each in group.attempts)
@@ -361,7 +277,7 @@ def _mark(changes: Changes, groups: Sequence[GroupFacts], *, step: int) -> None:
     _finish_groups(changes, groups)
 
 
-def _finish_groups(changes: Changes, groups: Sequence[GroupFacts]) -> None:
+def _finish_groups(changes: Changes, groups: Sequence[GroupState]) -> None:
     names = [group.name for group in groups]
     changes.write_each("HSET", "groups", [*_states(groups)])
     changes.write_each("HDEL", "members", names)
@@ -370,13 +286,13 @@ def _finish_groups(changes: Changes, groups: Sequence[GroupFacts]) -> None:
     changes.write_each("HDEL", "tasks", [each.name for each in groups if each.task is not None])
     changes.write_each("HDEL", "prompts", prompts)
     changes.add("prompts", "done", len(prompts))
-    num_open = sum(group.is_open for group in groups)
+    num_open = sum(group.state == "open" for group in groups)
     changes.add("frontier", "open_groups", -num_open)
     if num_open or prompts:
         changes.wake()
 
 
-def _states(groups: Sequence[GroupFacts]) -> Iterator[str]:
+def _states(groups: Sequence[GroupState]) -> Iterator[str]:
     for group in groups:
         yield group.name
         yield f"{group.num_samples}:planned"

@@ -1,5 +1,5 @@
 #!lua
--- Part of end_members and end_orphaned: the attempts of a group that were ever opened.
+-- Part of end_orphaned: the attempts of a group that were ever opened.
 --
 -- Up to ALL_READ, every attempt is read: a restarted store may have lost one before a known one. Above,
 -- where only granted refills and earlier releases come, an attempt is read if the one before it was
