@@ -15,6 +15,7 @@ import pytest
 from testkit import sealed
 from testkit.scripts import package_of, script, script_files
 from testkit.store_commands import SESSION_RUN, key_with, refusal, words_of
+from turnstream.generator.encode.checks import MAX_RECORD_BYTES
 from turnstream.records.events import encode_event
 from turnstream.records.turns import encode_turn
 from turnstream.store.client import keys
@@ -271,6 +272,31 @@ def test_turn_with_other_numbers_is_refused(fields: dict[str, Any], message: str
 
     assert text.startswith("INVALID ")
     assert message in text
+
+
+def test_several_large_records_in_one_call_are_refused() -> None:
+    names, large = keys.run_keys("maze"), bytes(600_000)
+    payload = keys.trajectory_keys("maze", "g/0/0")
+    prompts = [names.frontier, names.prompts, names.wake]
+    for call, is_large in (
+        (script("append")(payload, "1:w", 0, 0, large, large), True),
+        (script("append")(payload, "1:w", 0, 0, large), False),
+        (script("post_sealed")(names.of_post_sealed, *["g/0/0", "1:/1:w", large] * 2), True),
+        (script("post_sealed")(names.of_post_sealed, "g/0/0", "1:/1:w", large), False),
+        (script("add_prompts")(prompts, 1, 1, *[b"1/1:u:" + large] * 2), True),
+        (script("add_prompts")(prompts, 1, 1, *[b"1/1:u:"] * 257), True),
+        (script("add_prompts")(prompts, 1, 1, b"1/1:u:" + large), False),
+    ):
+        text = refusal(words_of(call))
+        assert ("records of one call have" in text) == is_large, (call.script.name, text)
+
+
+def test_turn_above_the_limit_of_a_record_is_refused() -> None:
+    record, payload = bytes(MAX_RECORD_BYTES + 1), keys.trajectory_keys("maze", "g/0/0")
+
+    text = refusal(words_of(script("append")(payload, "1", 0, 0, record)))
+
+    assert f"turn 0 has {len(record)} bytes, more than {MAX_RECORD_BYTES}" in text
 
 
 @pytest.mark.parametrize(

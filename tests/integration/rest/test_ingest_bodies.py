@@ -28,9 +28,9 @@ from testkit.ingest import (
 )
 from testkit.stores import RunReader
 from testkit.turns import group, turn
+from turnstream.generator.encode.checks import MAX_RECORD_BYTES
 from turnstream.types import TrajectoryKey
 from turnstream_server.gateway.rest.bodies import decompress
-from turnstream_server.gateway.rest.ingest.writers import IngestWriter
 
 _TURN: dict[str, Any] = {
     "group_id": "g",
@@ -120,16 +120,13 @@ def test_wrong_extra_column_is_the_result_of_its_item(ingest: IngestClient) -> N
     assert results[1]["problem"]["field"] == "items.1.extras['image']"
 
 
-def test_turn_above_the_limit_of_http_is_the_result_of_its_item(
-    ingest: IngestClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(IngestWriter, "_max_record_bytes", 1_000)
-    large = {**_TURN, "sample": 1, "prompt_ids": [1] * 500}
+def test_turn_above_the_limit_of_a_record_is_the_result_of_its_item(ingest: IngestClient) -> None:
+    large = {**_TURN, "sample": 1, "prompt_ids": [1] * (MAX_RECORD_BYTES // 4)}
 
     results = ingest.results("turns", _TURN, large)
 
     assert [each["status"] for each in results] == [201, 422]
-    assert "bytes, more than 1000" in results[1]["problem"]["detail"]
+    assert f"bytes, more than {MAX_RECORD_BYTES}" in results[1]["problem"]["detail"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Final
 from testkit.scripts import script
 from testkit.worst_calls.store import NAME, Build, LimitStore, ids_of, worst
 from turnstream.batching.config.values import LARGEST_GROUP
+from turnstream.generator.encode.checks import MAX_RECORD_BYTES
 from turnstream.generator.outbox.calls import MAX_ROUND_BYTES, MAX_ROUND_TURNS
 from turnstream.records.configs import encode_config
 from turnstream.records.events import MAX_EVENT_BYTES
@@ -25,7 +26,6 @@ from turnstream.store.run.tasks import (
 )
 from turnstream.store.waits.read_waits import waits_command
 from turnstream_server.batcher.serving.requests import MAX_DP_WORLD_SIZE
-from turnstream_server.gateway.rest.ingest.writers import MAX_TURN_BYTES
 
 WORST: Final[dict[str, Build]] = {}
 
@@ -171,14 +171,11 @@ def read_waits(store: LimitStore) -> list[Command]:
 
 @worst(WORST)
 def append(store: LimitStore) -> list[Command]:
-    """A full round of small turns, and one large turn; both repeated.
-
-    The largest turn is that of HTTP. A client with a connection to the store is trusted: it may
-    send 64 MiB, which take 300 ms. A plain SET takes 130 ms.
-    """
+    """A full round of small turns, and the largest turn with the longest seal; both repeated."""
     small = [b"t" * (MAX_ROUND_BYTES // MAX_ROUND_TURNS)] * MAX_ROUND_TURNS
     first = store.commands.append(*small, trajectory_id=HELD[0], lease=f"1:{NAME}")
-    large = store.commands.append(b"t" * MAX_TURN_BYTES, trajectory_id=HELD[1], lease=f"1:{NAME}")
+    largest = (b"t" * MAX_RECORD_BYTES, b"s" * MAX_EVENT_BYTES)
+    large = store.commands.append(*largest, seals=True, trajectory_id=HELD[1], lease=f"1:{NAME}")
     return [first, first, large, large]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -153,17 +154,22 @@ def test_a_trajectory_without_turns_cannot_be_sealed() -> None:
         seal(draft())
 
 
-def test_a_record_that_is_too_large_is_refused_and_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(checks, "MAX_RECORD_BYTES", 1000)
-    made = draft(turn("ab", "C"))
+def test_a_record_that_is_too_large_is_refused_and_forgotten() -> None:
+    image = DeclaredColumn(name="image", per="items", dtype="uint8", shape=(1 << 20,))
+    patches = np.zeros((9, 1 << 20), np.uint8)
+    made = TrajectoryDraft(KEY, extra_columns=[image])
+    whole = replace(turn("ab", "C"), extras={"image": patches})
 
-    with pytest.raises(InvalidTurnError, match="turn: is a record of 1608 bytes, more than 1000"):
-        made.add(turn("x" * 400, "Y", logprobs=-1.0))
+    with pytest.raises(InvalidTurnError) as refused:
+        made.add(whole)
 
-    assert len(seal(made).turns) == 1
-    assert decode_turn(made.add(turn("abc", "D")).record).index == 1
+    assert re.search(r"turn: is a record of 94372\d\d bytes, more than 8388608", str(refused.value))
+    assert "with 9437184 of extras['image']: append it as several turns" in str(refused.value)
+    # The remedy of the message.
+    first = made.add(replace(turn("a", ""), extras={"image": patches[:5]}))
+    second = made.add(whole)
+    assert [len(decode_turn(e.record).extras["image"].values) for e in (first, second)] == [5, 4]
+    assert made.merged_tokens == 3
 
 
 @pytest.mark.parametrize(

@@ -134,11 +134,3 @@ def test_a_refused_column_leaves_the_draft_as_it_was() -> None:
     again = decode_turn(draft.add(one).record)
     assert again.index == 1
     assert again.extras["x"].num_shared == 1
-
-
-def test_a_record_is_refused_that_its_columns_make_too_large() -> None:
-    draft = TrajectoryDraft(TrajectoryKey("g", 0), extra_columns=[IMAGES])
-    large = np.zeros((9_000_000, 2), np.float32)
-
-    with pytest.raises(InvalidTurnError, match="a record of 72000016 bytes"):
-        draft.add(replace(BARE, extras={"x": large}))

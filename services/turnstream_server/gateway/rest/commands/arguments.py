@@ -13,12 +13,12 @@ from typing import Final, NamedTuple
 from turnstream.batching.config.values import LARGEST_GROUP
 from turnstream.errors import RecordError
 from turnstream.generator.encode.group_checks import checked_key
-from turnstream.generator.outbox.calls import MAX_ROUND_TURNS
+from turnstream.generator.outbox.calls import MAX_ROUND_BYTES, MAX_ROUND_TURNS
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.store.client.keys import decode_name, encode_name, parse_trajectory_id
 from turnstream.store.run.groups import group_size
 from turnstream.store.run.leases import MAX_HEARTBEATS, MAX_LAPSED
-from turnstream.store.run.tasks import MOST_PASSED, Prompt
+from turnstream.store.run.tasks import MAX_PROMPTS_PER_CALL, MOST_PASSED, Prompt
 from turnstream.store.waits.read_waits import waits_command
 from turnstream.types import RunClosed, RunReopened, TrajectoryAbandoned, TrajectoryKey
 from turnstream.types.names import RunId, shown
@@ -77,8 +77,7 @@ def of_append(place: Place, args: Arguments) -> None:
         if not records:
             raise RecordError("a seal is announced, and no record follows")
         check_seal(records.pop(), key=place.trajectory)
-    if len(records) > MAX_ROUND_TURNS:
-        raise RecordError(f"a call appends {len(records)} turns, at most {MAX_ROUND_TURNS}")
+    _check_call(records, most=MAX_ROUND_TURNS)
     for record in records:
         check_turn(record, index=index)
         index += 1
@@ -107,6 +106,7 @@ def of_open_group(_: Place, args: Arguments) -> None:
 
 def of_post_sealed(_: Place, args: Arguments) -> None:
     """Check post_sealed: per trajectory its id, its lease and size, and its seal."""
+    _check_call(args[2::3], most=_MOST_NAMED)
     for name, lease, record in _grouped(args, 3, most=_MOST_NAMED):
         found = _SEALED_LEASE.fullmatch(lease)
         seal = check_seal(record, key=trajectory(name))
@@ -231,6 +231,7 @@ def of_add_prompts(_: Place, args: Arguments) -> None:
     first, most, *records = args
     number(first)
     number(most, most=LARGEST_GROUP)
+    _check_call(records, most=MAX_PROMPTS_PER_CALL)
     for record in records:
         found = _PROMPT.fullmatch(record)
         if found is None:
@@ -305,6 +306,22 @@ def _check_config(value: bytes, run: str) -> None:
 def _expect(args: Arguments, count: int, *, more: bool = False) -> None:
     if len(args) < count or (len(args) > count and not more):
         raise RecordError(f"the script has {len(args)} arguments, expected {count}")
+
+
+def _check_call(records: Arguments, *, most: int) -> None:
+    """Check the records of one call, which stops the store: the SDK sends one alone if it is large.
+
+    >>> _check_call([bytes(4 << 20)], most=2)
+    >>> _check_call([bytes(1 << 20), b"x"], most=2)
+    Traceback (most recent call last):
+    turnstream.errors.RecordError: 2 records of one call have 1048577 bytes, at most 2 of 1048576
+    """
+    num_bytes = sum(map(len, records))
+    if len(records) > most or (len(records) > 1 and num_bytes > MAX_ROUND_BYTES):
+        raise RecordError(
+            f"{len(records)} records of one call have {num_bytes} bytes, at most {most} of "
+            f"{MAX_ROUND_BYTES}"
+        )
 
 
 def _grouped(args: Arguments, size: int, *, most: int) -> Sequence[Arguments]:

@@ -28,9 +28,6 @@ from turnstream_server.gateway.rest.ingest.writes import Seal, WrittenTurn
 STORE_TIMEOUT_S: Final = 5.0
 """Time for which a store may be away or full before a request fails; its client then repeats it."""
 
-MAX_TURN_BYTES: Final = 8 << 20
-"""Largest stored turn: the store runs no other command while it copies one, 4 ms per MiB."""
-
 _MAX_KEPT_BYTES: Final = 16 << 20
 """Bytes that each of many publishers keeps for a restart of the store."""
 
@@ -44,8 +41,6 @@ class IngestWriter(AsyncTrajectoryWriter):
         num_turns: turns so far, stored ones of an adopted trajectory included.
         num_bytes: bytes of their tokens, which are kept to recognise later prompts.
     """
-
-    _max_record_bytes = MAX_TURN_BYTES
 
     def __init__(
         self,

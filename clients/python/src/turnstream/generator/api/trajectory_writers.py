@@ -32,8 +32,6 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
     An adopted trajectory continues after the `stored` turns.
     """
 
-    _max_record_bytes: int | None = None
-
     def __init__(
         self,
         sender: _Sender,
@@ -98,9 +96,7 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
         """The turns so far; made when the columns of the run are known."""
         if self._draft is None:
             columns = self._outbox.run_calls.extra_columns or ()
-            self._draft = TrajectoryDraft(
-                self._key, extra_columns=columns, max_record_bytes=self._max_record_bytes
-            )
+            self._draft = TrajectoryDraft(self._key, extra_columns=columns)
         return self._draft
 
     async def _open(self) -> Lane:
@@ -257,7 +253,8 @@ class TrajectoryWriter(TrajectoryWriterBase[ThreadSender, Receipt]):
             status: how the response ended; `seal` takes that of the last turn.
 
         Raises:
-            InvalidTurnError: names field, value and position; nothing was accepted.
+            InvalidTurnError: names field, value and position; nothing was accepted. Also for a turn
+                with more than 8 MB of new tokens and columns.
             RejectedError: the trajectory has ended.
             TurnstreamError: the error of an earlier write of this trajectory.
         """

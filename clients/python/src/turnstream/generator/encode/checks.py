@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from turnstream.batching.config.declarations import field_of, require_declared
 from turnstream.batching.merge.storing import anchor_hash
 from turnstream.errors import InvalidTurnError
-from turnstream.types import Anchor, DeclaredColumn, Turn, VersionRun
+from turnstream.types import Anchor, DeclaredColumn, StoredTurn, Turn, VersionRun
 from turnstream.types.names import shown
 from turnstream.types.scalars import (
     finite_number,
@@ -26,8 +26,9 @@ from turnstream.types.scalars import (
     whole_number,
 )
 
-MAX_RECORD_BYTES = 64 * 1024 * 1024
-"""Largest stored turn: a reader must hold several in memory."""
+MAX_RECORD_BYTES: Final = 8 << 20
+"""Largest stored turn, by whatever way it comes. The store runs no other command while it copies
+one, about 4 ms per MB."""
 
 MAX_LOGPROB: Final = 1e-3
 """A log-probability is at most 0, but sampling engines round."""
@@ -118,6 +119,40 @@ def with_checked_extras(
         arrays, declared, num_prompt=len(turn.prompt_ids), num_response=len(turn.response_ids)
     )
     return replace(turn, extras=arrays)
+
+
+def check_record(record: bytes, turn: StoredTurn) -> None:
+    """Refuse the record of a turn above MAX_RECORD_BYTES, and name its largest field.
+
+    >>> turn = StoredTurn(
+    ...     index=0, parent_turn=-1, shared_tokens=0, num_response_tokens=2,
+    ...     token_ids=np.arange(8, dtype=np.int32),
+    ... )
+    >>> check_record(bytes(100), turn)
+    >>> check_record(bytes(MAX_RECORD_BYTES + 1), turn)  # doctest: +NORMALIZE_WHITESPACE
+    Traceback (most recent call last):
+    turnstream.errors.InvalidTurnError: turn: is a record of 8388609 bytes, more than 8388608, with
+    32 of token ids: append it as several turns, each of which extends the one before
+    """
+    if len(record) <= MAX_RECORD_BYTES:
+        return
+    arrays = {
+        "token ids": turn.token_ids,
+        "logprobs": turn.logprobs,
+        "rewards": turn.rewards,
+        "token_weights": turn.token_weights,
+        **{f"extras[{name!r}]": piece.values for name, piece in turn.extras.items()},
+    }
+    sizes = {name: 0 if each is None else each.nbytes for name, each in arrays.items()}
+    largest = max(sizes, key=sizes.__getitem__)
+    remedy = "append it as several turns, each of which extends the one before"
+    if largest.startswith("extras"):
+        remedy += ", or declare a smaller dtype"
+    raise InvalidTurnError(
+        "turn",
+        f"is a record of {len(record)} bytes, more than {MAX_RECORD_BYTES}, with "
+        f"{sizes[largest]} of {largest}: {remedy}",
+    )
 
 
 def _token_ids(values: Any, *, field: str) -> NDArray[np.int32]:

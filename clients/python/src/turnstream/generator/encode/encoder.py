@@ -59,18 +59,10 @@ class TrajectoryDraft:
     Args:
         key: name of the trajectory.
         extra_columns: the declared columns of the run.
-        max_record_bytes: largest record of a turn; None for MAX_RECORD_BYTES.
     """
 
-    def __init__(
-        self,
-        key: TrajectoryKey,
-        *,
-        extra_columns: Sequence[DeclaredColumn] = (),
-        max_record_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, key: TrajectoryKey, *, extra_columns: Sequence[DeclaredColumn] = ()) -> None:
         self.key = key
-        self._max_record_bytes = max_record_bytes or checks.MAX_RECORD_BYTES
         self._index = PrefixIndex()
         self._extras = ExtraIndex(extra_columns)
         self._shapes: list[TurnShape] = []
@@ -184,17 +176,8 @@ class TrajectoryDraft:
                 "turn", f"is number {len(self._shapes) + 1}, more than {MAX_TURNS} turns"
             )
         stored = stored_turn(turn, linked, index=len(self._shapes))
-        num_bytes = stored.token_ids.nbytes + 4 * len(turn.response_ids) * (
-            (turn.logprobs is not None)
-            + (turn.rewards is not None)
-            + (turn.token_weights is not None)
-        )
-        num_bytes += sum([piece.values.nbytes for piece in linked.pieces.values()])
-        if num_bytes > self._max_record_bytes:
-            raise InvalidTurnError(
-                "turn", f"is a record of {num_bytes} bytes, more than {self._max_record_bytes}"
-            )
         made = TurnRecord(encode_turn(stored), stored.shape)
+        checks.check_record(made.record, stored)
         self._remember(turn, made)
         return made
 

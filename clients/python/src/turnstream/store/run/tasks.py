@@ -25,7 +25,7 @@ from turnstream.types.scalars import whole_number
 _ADD_PROMPTS = Script("add_prompts", "turnstream.store.run")
 _NEXT_TASK = Script("next_task", "turnstream.store.run")
 
-_MAX_PROMPTS_PER_CALL: Final = 256
+MAX_PROMPTS_PER_CALL: Final = 256
 _MAX_BYTES_PER_CALL: Final = 1_000_000
 _FIRST_LIMIT: Final = 2**53
 """Limit of the numbers of prompts: the store counts them in floats of 64 bits."""
@@ -348,7 +348,7 @@ def _pages(prompts: Sequence[Prompt]) -> Iterator[list[bytes]]:
     for prompt in prompts:
         record = _record(prompt)
         if page and (
-            len(page) == _MAX_PROMPTS_PER_CALL or num_bytes + len(record) > _MAX_BYTES_PER_CALL
+            len(page) == MAX_PROMPTS_PER_CALL or num_bytes + len(record) > _MAX_BYTES_PER_CALL
         ):
             yield page
             page, num_bytes = [], 0
