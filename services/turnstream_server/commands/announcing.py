@@ -11,7 +11,7 @@ from typing import Final
 import redis
 import redis.asyncio
 
-from turnstream.store.client.scripts import run_commands
+from turnstream.store.client.scripts import run_command_async, run_commands
 from turnstream_server.commands.keys import DONE, WAKE
 from turnstream_server.commands.request_ids import RequestId
 from turnstream_server.commands.writes import essential_write
@@ -26,6 +26,12 @@ async def announce(client: redis.asyncio.Redis, news: RequestId | str) -> None:
         await client.xadd(DONE, {"r": str(news)}, maxlen=_DONE_LENGTH, approximate=True)
     else:
         await client.xadd(WAKE, {"m": news}, maxlen=_WAKE_LENGTH, approximate=True)
+
+
+async def announce_end(client: redis.asyncio.Redis, session_id: str) -> None:
+    """Notify the samplers of the end of a session, also while the store is full."""
+    length = ("MAXLEN", "~", _DONE_LENGTH, "*", "r")
+    await run_command_async(client, essential_write("XADD", DONE, *length, session_id))
 
 
 def announce_finished(client: redis.Redis, requests: Iterable[RequestId]) -> None:

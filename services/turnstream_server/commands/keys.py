@@ -34,7 +34,7 @@ tm:alive     zset    ids of client sessions, by server ms of their newest heartb
 tm:expiries  zset    `<owner> <path>` of saved checkpoints, by the server ms of their deletion
 tm:results   zset    request ids of large results, by the server ms of their deletion
 tm:wake      stream  models with new commands, about the newest 1,000; field `m` = id
-tm:done      stream  finished requests, about the newest 10,000; field `r` = request id
+tm:done      stream  finished requests and sessions, about the newest 10,000; field `r` = id
 ===========  ======  =======================================================================
 
 `tm:models:<base>` is the set of the models of a base model, and `tm:samples:<base>` the stream of

@@ -28,10 +28,11 @@ from turnstream.store.client.scripts import Script, run_command, run_command_asy
 from turnstream_server.commands.announcing import announce, announce_finished
 from turnstream_server.commands.contents import fingerprint
 from turnstream_server.commands.kept_results import keep_unfetched
-from turnstream_server.commands.keys import sampler_keys, samples_key, session_keys
+from turnstream_server.commands.keys import DONE, sampler_keys, samples_key, session_keys
 from turnstream_server.commands.packing import pack, unpack
 from turnstream_server.commands.request_ids import RequestId, parse_request_id
 from turnstream_server.commands.results import Failure, Result, encode_result
+from turnstream_server.commands.wakeups import Wakeups
 from turnstream_server.commands.writes import essential_write
 from turnstream_server.models.sampling_params import SamplingParams
 
@@ -145,7 +146,7 @@ async def refuse_sample(
 
 
 async def cancel_sample(client: redis.asyncio.Redis, request_id: RequestId) -> None:
-    """Fail a sample without a result; its sampler drops it within about a second."""
+    """Fail a sample without a result; its sampler drops it at the next token."""
     keys = sampler_keys(request_id.target)
     result = encode_result(Failure("the sample was cancelled", "user"))
     await run_command_async(
@@ -189,6 +190,7 @@ class SampleQueue:
         self._own_position: bytes | None = b"0"
         """Newest unfinished sample of before the start that was read again; None after the last."""
         self._claimed: Any = "0-0"
+        self._ended = Wakeups(client, DONE)
         self._create_group()
 
     def read(self, *, count: int = 64, block: bool = True) -> Iterator[SampleRequest]:
@@ -242,6 +244,13 @@ class SampleQueue:
             if has_result or record is None or ended is not None or is_finished:
                 found.append(each)
         return found
+
+    def ended(self) -> set[str]:
+        """Return the ids of requests and sessions that have ended since the last call.
+
+        Waits a second for the first one. Ids are missed while the store is away.
+        """
+        return self._ended.read(block_s=_BLOCK_MS / 1_000)
 
     def finish(self, sample: SampleRequest, result: Result) -> None:
         """Write the result of a sample, unless it has one, and notify its waiters."""

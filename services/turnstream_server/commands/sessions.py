@@ -16,7 +16,7 @@ import redis.asyncio
 from turnstream.errors import EndOfRunError, RunNotFoundError, StoreFullError
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import run_command_async
-from turnstream_server.commands.announcing import announce
+from turnstream_server.commands.announcing import announce, announce_end
 from turnstream_server.commands.keys import (
     ALIVE,
     MODEL_ID,
@@ -100,7 +100,8 @@ async def finish_session(client: redis.asyncio.Redis, session_id: str, *, reason
     """Refuse further work of a session; the first reason stays. Its results stay a while."""
     await read_session(client, session_id)
     key = session_keys(session_id).session
-    await run_command_async(client, essential_write("HSETNX", key, "finished", reason))
+    if await run_command_async(client, essential_write("HSETNX", key, "finished", reason)):
+        await announce_end(client, session_id)
 
 
 async def add_member(client: redis.asyncio.Redis, session_id: str, member: str) -> None:

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from concurrent.futures import Future
 from typing import Final, NamedTuple, Protocol
 
@@ -29,7 +29,8 @@ _PAUSE_S: Final = 0.5
 """Pause after a call of the store that failed."""
 
 _CHECK_S: Final = 1.0
-"""Time between two searches for samples that were cancelled, or whose session has ended."""
+"""Time between two searches for samples that were cancelled, or whose session has ended, and whose
+notice was missed."""
 
 _LOOK_AHEAD: Final = 64
 """Samples of one read beyond `max_unfinished`."""
@@ -105,7 +106,9 @@ class SampleLoop:
         ends the loop.
         """
         writer = threading.Thread(target=self._write_results, name="sample-writer")
+        watcher = threading.Thread(target=self._watch, name="sample-watcher")
         writer.start()
+        watcher.start()
         try:
             while not stop.is_set():
                 try:
@@ -122,6 +125,7 @@ class SampleLoop:
             self._is_over.set()
             self._finished.put(None)
             writer.join()
+            watcher.join()
 
     def _read(self, stop: threading.Event) -> None:
         """Submit what the queue has, unless too many samples are unfinished."""
@@ -139,6 +143,31 @@ class SampleLoop:
         if count > 0:
             # The first read after a restart returns all that this sampler had not finished.
             self._accept(self._samples.read(count=count, block=has_space), stop)
+
+    def _watch(self) -> None:
+        """Drop samples as soon as the store has a notice of their end; a step has no cost of it."""
+        while not self._is_over.is_set():
+            try:
+                if named := self._named(self._samples.ended()):
+                    self._drop(self._samples.unwanted(named))
+            except UnavailableError as error:
+                logger.warning("ends of samples: %s", error)
+                self._is_over.wait(_PAUSE_S)
+            except Exception:
+                logger.exception("reading the ends of samples failed; it is repeated")
+                self._is_over.wait(_PAUSE_S)
+
+    def _named(self, ids: Set[str]) -> list[SampleRequest]:
+        """Return the running samples of these requests and sessions."""
+        requests = {each for each in ids if each in self._futures}
+        sessions = {each for each in ids if ":" not in each}
+        if not requests and not sessions:
+            return []
+        return [
+            each
+            for each in self._running()
+            if str(each.request_id) in requests or each.session_id in sessions
+        ]
 
     def _running(self) -> list[SampleRequest]:
         with self._changed:
