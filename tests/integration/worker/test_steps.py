@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import turnstream
-from testkit import group, wait_until
+from testkit import group, trajectory, turn, wait_until
 from testkit.processes import in_fork
 from turnstream.errors import (
     BatcherUnavailableError,
@@ -238,7 +238,12 @@ with run.batches(path.read_text() if path.exists() else None) as batches:
             trained = mini_batch.to_torch().loss_mask_BR.sum()
             dist.all_reduce(trained)
             assert trained == mini_batch.denominators.num_tokens
+        assert dist.get_rank() == 0 or "staleness" not in step.metrics
         path.write_text(step.done())
+        ages = path.with_name(f"ages-{dist.get_rank()}").open("a")
+        print(step.number, step.metrics.get("staleness"), file=ages, flush=True)
+        if dist.get_rank() == 0:
+            batches.announce_version(10 + step.number)
         step.commit()
         if step.number == int(sys.argv[2]):
             break
@@ -263,7 +268,10 @@ def test_two_ranks_train_and_resume_without_barrier_or_session_name(
 ) -> None:
     start_batcher()
     run = service.create_run("torchrun", batch_groups=2, max_staleness=20)
-    publish(run, 3)
+    with run.publisher() as publisher:
+        for number in range(6):
+            sampled = turn("ab", "CD", version=7)
+            publisher.publish(group(f"g{number}", trajectory(sampled)))
     run.close()
 
     train(tmp_path, server.url, until=2)
@@ -272,3 +280,5 @@ def test_two_ranks_train_and_resume_without_barrier_or_session_name(
     assert (frontier(run, server).stepped, frontier(run, server).committed) == (3, 3)
     states = {(tmp_path / f"state-{rank}").read_text() for rank in range(2)}
     assert len(states) == 1
+    ages = [(tmp_path / f"ages-{rank}").read_text().splitlines() for rank in range(2)]
+    assert ages[0] == ages[1] == ["1 None", "2 4", "3 5"]  # 11 and 12 - 7

@@ -98,7 +98,7 @@ def _pulled(shapes: Sequence[Sequence[Row]], *, num_inert: int) -> list[PulledMi
 
 
 class _Stream:
-    newest_version = -1
+    announced_version = -1
 
     def __init__(self, mini_batches: Sequence[PulledMiniBatch]) -> None:
         self._mini_batches = iter(mini_batches)

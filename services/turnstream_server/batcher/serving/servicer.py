@@ -33,6 +33,7 @@ from turnstream_server.bus.sessions.sessions import (
     announce_version,
     newest_version,
     start_session,
+    version_before,
 )
 from turnstream_server.failpoints import reach
 
@@ -171,7 +172,8 @@ class BatchesServicer:
             dp_rank=request.dp_rank,
         )
         reach("stepped.after")
-        return wire.SteppedReply(recovery_token=str(token))
+        before = await version_before(self.client, request.run, request.step)
+        return wire.SteppedReply(recovery_token=str(token), version_before=before)
 
     async def committed(self, request: wire.CommittedRequest) -> wire.CommittedReply:
         """Record that a checkpoint is on disk."""

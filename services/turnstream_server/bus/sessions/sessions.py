@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import redis.asyncio
 
@@ -13,6 +13,8 @@ from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.types import RecoveryToken, RolledBack, VersionAnnounced
 from turnstream_server.bus.core.run_script import RunScript
+
+_NEWEST_VERSIONS: Final = 16
 
 _START = RunScript("start_session", "sessions", "frontier batches wake sessions events ranks times")
 _STEPPED = RunScript("stepped", "sessions", "frontier batches wake ranks times")
@@ -187,3 +189,20 @@ async def newest_version(client: redis.asyncio.Redis, run: str) -> VersionAnnoun
     if not entries:
         return None
     return cast("VersionAnnounced", decode_event(entries[0][1][b"r"]))
+
+
+async def version_before(client: redis.asyncio.Redis, run: str, step: int) -> int:
+    """Return the highest version announced for a step before this one; -1 if there is none.
+
+    Only the newest few versions are read: a step has one, as a rule.
+
+    Raises:
+        CorruptRecordError: the stored bytes are damaged.
+    """
+    versions = keys.run_keys(run).versions
+    with translating():
+        entries: Any = await client.execute_command(
+            "XREVRANGE", versions, "+", "-", "COUNT", _NEWEST_VERSIONS
+        )
+    found = (cast("VersionAnnounced", decode_event(fields[b"r"])) for _, fields in entries)
+    return next((each.version for each in found if each.step < step), -1)

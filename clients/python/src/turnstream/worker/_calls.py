@@ -177,17 +177,18 @@ class BatcherCalls:
         what = f"step {step} as seen"
         self._repeat("Observed", what, run=self.run, observer=self._observer, step=step)
 
-    def stepped(self, step: int, *, manifest_hash: str) -> str:
-        """Acknowledge the next step for this rank; return its recovery token as text."""
-        token = self._after_lost_steps(lambda: self._stepped(step, manifest_hash))
+    def stepped(self, step: int, *, manifest_hash: str) -> wire.SteppedReply:
+        """Acknowledge the next step for this rank."""
+        reply = self._after_lost_steps(lambda: self._stepped(step, manifest_hash))
         self._steps = (*self._steps, (step, manifest_hash))[-MAX_STEPS:]
-        return token
+        return reply
 
-    def _stepped(self, step: int, manifest_hash: str, *, timeout_s: float | None = None) -> str:
+    def _stepped(
+        self, step: int, manifest_hash: str, *, timeout_s: float | None = None
+    ) -> wire.SteppedReply:
         fields = {"step": step, "manifest_hash": manifest_hash, "dp_rank": self.dp_rank}
         what = f"step {step} as stepped"
-        reply = self._repeat("Stepped", what, timeout_s=timeout_s, **self._identity(), **fields)
-        return reply.recovery_token
+        return self._repeat("Stepped", what, timeout_s=timeout_s, **self._identity(), **fields)
 
     def committed(self, recovery_token: str) -> None:
         """Acknowledge that this rank's part of the checkpoint with this token is on disk."""

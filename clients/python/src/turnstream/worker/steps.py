@@ -142,6 +142,7 @@ class Step:
         self._mini_batches: Iterator[PulledMiniBatch] | None = None
         self._is_taken = False
         self.state = ""
+        self._version_before = -1
 
     def __iter__(self) -> Iterator[PulledMiniBatch]:
         if self._mini_batches is None:
@@ -201,8 +202,9 @@ class Step:
             reward_mean: mean planned reward of the trajectories.
             num_trajectories, num_groups, num_rows, num_tokens, num_trained_tokens: totals.
             merge_ratio: tokens of the separate turns / tokens of the rows.
-            staleness: versions between the newest announced one and the oldest of a trained token;
-                absent if versions are unknown, or above the newest announced one.
+            staleness: versions between the newest one announced before the step and the oldest of a
+                trained token; absent if versions are unknown, or above the newest announced one. On
+                other ranks than 0 it is there once the step is done.
         Over this rank:
             padding_share: 0 to 1, of the positions of its padded forward passes.
             masked_share: share of its tokens in trajectories that train no token, 0 to 1.
@@ -223,8 +225,9 @@ class Step:
             **_of_all_ranks([info.totals for info in infos]),
         }
         oldest = [info.oldest_version for info in infos if info.oldest_version is not None]
-        if oldest and self._stream.newest_version >= 0:
-            staleness = self._stream.newest_version - min(oldest)
+        newest = self._version_before if self.state else self._stream.announced_version
+        if oldest and newest >= 0:
+            staleness = newest - min(oldest)
             if staleness >= 0:
                 found["staleness"] = staleness
         return found
@@ -248,6 +251,7 @@ class Step:
                     "end of its last epoch"
                 )
             self.state = str(self._stream.stepped())
+            self._version_before = self._stream.version_before
         return self.state
 
     def commit(self) -> None:
@@ -353,7 +357,10 @@ class Batches:
 
     @property
     def newest_version(self) -> int:
-        """The highest policy version announced so far; -1: none. Never announce one twice."""
+        """The highest policy version announced so far; -1: none. Never announce one twice.
+
+        Other ranks than 0 know those before the last step that is done.
+        """
         return self._stream.newest_version
 
     def __iter__(self) -> Self:

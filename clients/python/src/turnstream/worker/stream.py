@@ -211,7 +211,10 @@ class BatchStream(MiniBatches):
         BatchingError: rows that cannot be part of the mini-batch's shipped denominators.
 
     Attributes:
-        newest_version: the highest version announced so far; -1: none. Never use one twice.
+        newest_version: the highest version announced so far, on other ranks than 0 before the last
+            stepped step; -1: none. Never use one twice.
+        version_before: the highest version announced for a step before the last stepped one, the
+            same on all ranks; -1: none.
     """
 
     def __init__(
@@ -263,6 +266,7 @@ class BatchStream(MiniBatches):
             session=session or uuid.uuid4().hex,
         )
         self.newest_version: int = reply.newest_version
+        self.version_before = -1
         self._newest_committed = reply.next_step - 1
         super().__init__(calls, reply, max_prefetch_bytes=max_prefetch_bytes, timeout_s=timeout_s)
 
@@ -296,9 +300,14 @@ class BatchStream(MiniBatches):
         """
         info = self._finished_batch("stepped")
         with self._loss_of_run():
-            token = self._calls.stepped(info.step, manifest_hash=info.manifest_hash)
+            reply = self._calls.stepped(info.step, manifest_hash=info.manifest_hash)
         self._acknowledged(info)
-        return RecoveryToken.parse(token)
+        if reply.HasField("version_before"):  # a batcher of an older release does not send it
+            self.version_before = reply.version_before
+            self.newest_version = max(self.newest_version, reply.version_before)
+        else:
+            self.version_before = self.announced_version
+        return RecoveryToken.parse(reply.recovery_token)
 
     def committed(self, token: RecoveryToken | str) -> None:
         """Acknowledge that this rank's part of the checkpoint which holds `token` is on disk.
@@ -332,6 +341,11 @@ class BatchStream(MiniBatches):
         with self._loss_of_run():
             self._calls.announce_version(version, step=made_after, weights_uri=weights_uri)
         self.newest_version = max(self.newest_version, version)
+
+    @property
+    def announced_version(self) -> int:
+        """The highest version announced so far, which rank 0 alone knows; else -1."""
+        return self.newest_version if self._calls.dp_rank == 0 else -1
 
     @contextlib.contextmanager
     def _loss_of_run(self) -> Iterator[None]:

@@ -95,10 +95,12 @@ class SteppedRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., session_epoch: _Optional[int] = ..., manifest_hash: _Optional[str] = ..., session: _Optional[str] = ..., dp_rank: _Optional[int] = ...) -> None: ...
 
 class SteppedReply(_message.Message):
-    __slots__ = ("recovery_token",)
+    __slots__ = ("recovery_token", "version_before")
     RECOVERY_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    VERSION_BEFORE_FIELD_NUMBER: _ClassVar[int]
     recovery_token: str
-    def __init__(self, recovery_token: _Optional[str] = ...) -> None: ...
+    version_before: int
+    def __init__(self, recovery_token: _Optional[str] = ..., version_before: _Optional[int] = ...) -> None: ...
 
 class CommittedRequest(_message.Message):
     __slots__ = ("run", "recovery_token", "session_epoch", "session", "dp_rank")
