@@ -9,7 +9,7 @@ once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from turnstream_server.trainer.objectives.named_settings import NamedSettings, bounded
 
@@ -18,6 +18,16 @@ Level = Literal["token", "sequence", "geometric"]
 _NO_LIMIT: Final = float("inf")
 
 _AGREE: Final = "a ratio of 1, where trainer and generator agree, keeps its weight"
+
+
+def _least(default: float | None) -> Any:
+    """Return a field of the smallest ratio that a correction keeps."""
+    return bounded(default, at_least=0, at_most=1, reason=_AGREE)
+
+
+def _largest(default: float | None) -> Any:
+    """Return a field of the largest ratio that a correction keeps."""
+    return bounded(default, at_least=1, at_most=_NO_LIMIT, reason=_AGREE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +86,7 @@ class DecoupledPpo(LossSettings):
     clip_low: float = bounded(0.2, at_least=0, at_most=1)
     clip_high: float = bounded(0.2, at_least=0, at_most=_NO_LIMIT)
     dual_clip: float | None = bounded(None, above=1)
-    behaviour_cap: float = bounded(5.0, at_least=1, at_most=_NO_LIMIT, reason=_AGREE)
+    behaviour_cap: float = _largest(5.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +190,8 @@ class Tis(CorrectionSettings):
     name: ClassVar[str] = "tis"
     corrects_ratio: ClassVar[bool] = True
     level: Level = "token"
-    cap: float = bounded(2.0, at_least=1, at_most=_NO_LIMIT, reason=_AGREE)
-    floor: float = bounded(0.0, at_least=0, at_most=1, reason=_AGREE)
+    cap: float = _largest(2.0)
+    floor: float = _least(0.0)
 
     @property
     def kept_range(self) -> tuple[float, float]:
@@ -198,8 +208,8 @@ class Tis(CorrectionSettings):
 class _RangeSettings(CorrectionSettings):
     """Parameters of a correction that keeps a range of ratios."""
 
-    low: float = bounded(0.0, at_least=0, at_most=1, reason=_AGREE)
-    high: float = bounded(_NO_LIMIT, at_least=1, at_most=_NO_LIMIT, reason=_AGREE)
+    low: float = _least(0.0)
+    high: float = _largest(_NO_LIMIT)
 
     @property
     def kept_range(self) -> tuple[float, float]:
@@ -213,8 +223,8 @@ class IcePop(_RangeSettings):
 
     name: ClassVar[str] = "icepop"
     corrects_ratio: ClassVar[bool] = True
-    low: float = bounded(0.5, at_least=0, at_most=1, reason=_AGREE)
-    high: float = bounded(5.0, at_least=1, at_most=_NO_LIMIT, reason=_AGREE)
+    low: float = _least(0.5)
+    high: float = _largest(5.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,9 +233,9 @@ class Mis(CorrectionSettings):
 
     name: ClassVar[str] = "mis"
     level: Level = "token"
-    low: float | None = bounded(None, at_least=0, at_most=1, reason=_AGREE)
-    high: float | None = bounded(None, at_least=1, at_most=_NO_LIMIT, reason=_AGREE)
-    veto_below: float = bounded(1e-4, at_least=0, at_most=1, reason=_AGREE)
+    low: float | None = _least(None)
+    high: float | None = _largest(None)
+    veto_below: float = _least(1e-4)
 
     @property
     def kept_range(self) -> tuple[float, float]:
@@ -252,8 +262,8 @@ class RowVeto(_RangeSettings):
     """A token outside the range drops its row."""
 
     name: ClassVar[str] = "row_veto"
-    low: float = bounded(1e-4, at_least=0, at_most=1, reason=_AGREE)
-    high: float = bounded(_NO_LIMIT, at_least=1, at_most=_NO_LIMIT, reason=_AGREE)
+    low: float = _least(1e-4)
+    high: float = _largest(_NO_LIMIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,8 +272,8 @@ class SeqMaskTis(_RangeSettings):
 
     name: ClassVar[str] = "seq_mask_tis"
     corrects_ratio: ClassVar[bool] = True
-    low: float = bounded(0.999, at_least=0, at_most=1, reason=_AGREE)
-    high: float = bounded(1.002, at_least=1, at_most=_NO_LIMIT, reason=_AGREE)
+    low: float = _least(0.999)
+    high: float = _largest(1.002)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
