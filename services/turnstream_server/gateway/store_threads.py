@@ -11,13 +11,11 @@ import redis
 
 from turnstream.errors import RecordError, RejectedError, UnknownFormatError
 from turnstream.store.client.connection import connect
+from turnstream.store.client.deadlines import SILENT_S
 from turnstream_server.keys.places import Places
 
 NUM_THREADS: Final = 8
 """Each has one connection at most."""
-
-SILENT_S: Final = 5.0
-"""A store that does not answer for so long is away."""
 
 _HEAVY_S: Final = 600.0
 """Longest time for which an owner has the turn."""

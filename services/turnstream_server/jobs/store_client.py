@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Final
 
 import redis
 
 from turnstream.errors import StoreUnavailableError
 from turnstream.store.client.connection import address_of, connect
+from turnstream.store.client.deadlines import SILENT_S
 from turnstream.store.waits.bounded_call import unanswered
-
-SILENT_S: Final = 5.0
-"""A store that does not answer for so long is silent."""
 
 
 @contextlib.contextmanager

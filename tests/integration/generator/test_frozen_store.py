@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -17,12 +18,14 @@ from typing import Any
 
 import pytest
 
+import turnstream
 from testkit import group, ids, wait_until_async
 from testkit.scripts import script
 from testkit.stores import Store
 from testkit.waiting import entered, entry, facts, finish, kinds
 from turnstream.errors import NotReadyError, StoreUnavailableError, UnavailableError, WaitKind
 from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.store.client import connection
 from turnstream.store.client.connection import address_of
 from turnstream.store.client.deadlines import ANSWER_S
 from turnstream.store.run.tasks import Prompt, add_prompts
@@ -121,6 +124,27 @@ async def stored(writer: Any) -> Any:
     """Return a writer with one acknowledged turn."""
     await finish((await append(writer, "a", "b")).result)
     return writer
+
+
+async def test_calls_of_a_service_and_a_run_end_soon_on_a_silent_store(
+    own_store: Store, frozen: Frozen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "SILENT_S", TIMEOUT_S)
+    name = own_store.new_run()
+    with turnstream.connect(own_store.url) as service:
+        run = service.run(name)
+        calls = [
+            partial(turnstream.connect, own_store.url),
+            partial(service.run, name),
+            service.runs,
+            run.credit,
+            run.pause,
+            lambda: pickle.loads(pickle.dumps(run)).credit(),
+        ]
+        with frozen():
+            found = await asyncio.gather(*[ended(call) for call in calls])
+
+    assert {type(error) for error in found} == {StoreUnavailableError}
 
 
 @BOTH

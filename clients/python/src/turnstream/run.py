@@ -10,7 +10,8 @@ import redis
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.from_settings import with_settings
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.store.client.connection import connect
+from turnstream.store.client.connection import connect_for_calls, limited_client
+from turnstream.store.client.deadlines import SOCKET_TIMEOUT_S
 from turnstream.store.run import runs
 from turnstream.store.run.batchers import registered_batchers, wait_for_batchers
 from turnstream.store.run.configs import read_config, revise_config
@@ -125,7 +126,9 @@ class Run:
         `first` is the number of the first of them, from 1. A call that is repeated with the same
         number adds nothing twice.
         """
-        return add_prompts(self._client, self._id, prompts, first=first)
+        # A slow link needs longer for payloads of some MB than for an answer.
+        with limited_client(self._client, timeout_s=SOCKET_TIMEOUT_S) as client:
+            return add_prompts(client, self._id, prompts, first=first)
 
     def credit(self) -> Credit:
         """Return how many groups may start now, and the reason where none may."""
@@ -186,4 +189,4 @@ class Run:
 
 def _open_run(url: str, run_id: RunId, api_key: str | None) -> Run:
     """Return an unpickled run with a client of this process, which connects at its first call."""
-    return Run(connect(url), url, run_id, api_key=api_key)
+    return Run(connect_for_calls(url), url, run_id, api_key=api_key)

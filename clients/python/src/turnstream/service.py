@@ -10,8 +10,7 @@ from turnstream.batching.config.from_settings import config_from_settings
 from turnstream.errors import InvalidConfigError, StoreUnavailableError
 from turnstream.run import Run
 from turnstream.store.client.api_keys import own_key
-from turnstream.store.client.connection import address_of, checked_url
-from turnstream.store.client.connection import connect as connect_to_store
+from turnstream.store.client.connection import address_of, checked_url, connect_for_calls
 from turnstream.store.client.http_address import is_http, parse_http, with_key, without_key
 from turnstream.store.client.passwords import with_own_password
 from turnstream.store.client.replies import translating
@@ -71,7 +70,7 @@ class Service:
             if self._api_key is not None:
                 self._own_url = with_key(url, self._api_key)
             self._api_key = parse_http(self._own_url).api_key or None
-        self._client = connect_to_store(self._own_url)
+        self._client = connect_for_calls(self._own_url)
 
     def ping(self) -> None:
         """Check that the store answers; the error names its address, and how to start one."""

@@ -22,7 +22,7 @@ from redis.retry import Retry
 
 from turnstream.errors import InvalidConfigError
 from turnstream.optional import from_extra
-from turnstream.store.client.deadlines import CONNECT_TIMEOUT_S, SOCKET_TIMEOUT_S
+from turnstream.store.client.deadlines import CONNECT_TIMEOUT_S, SILENT_S, SOCKET_TIMEOUT_S
 from turnstream.store.client.http_address import http_host_and_port, is_http, parse_http
 from turnstream.store.client.server_checks import SYNCS, checking, checking_async
 from turnstream.types.names import shown, text_trouble
@@ -71,6 +71,14 @@ def connect(
     backoff = ExponentialBackoff(cap=_LONGEST_PAUSE_S, base=_FIRST_PAUSE_S)
     retry = Retry(backoff, num_retries, supported_errors=(RedisConnectionError,))
     return redis.Redis.from_pool(_pool(url, retry=retry, socket_timeout=silent_s, syncs=syncs))
+
+
+def connect_for_calls(url: str) -> redis.Redis:
+    """Return a client for short calls, which end after SILENT_S without an answer.
+
+    A gateway reports a silent store itself after that time, and is waited for longer.
+    """
+    return connect(url, silent_s=SOCKET_TIMEOUT_S if is_http(url) else SILENT_S)
 
 
 def limited_client(client: redis.Redis, *, timeout_s: float) -> redis.Redis:

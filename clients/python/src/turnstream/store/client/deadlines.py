@@ -12,6 +12,9 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 SOCKET_TIMEOUT_S: Final = 30.0
 """A server that is silent for so long counts as away."""
 
+SILENT_S: Final = 5.0
+"""The same where a person or a program waits for one short answer."""
+
 CONNECT_TIMEOUT_S: Final = 5.0
 
 ANSWER_S: Final = 0.5
