@@ -79,8 +79,9 @@ def _session(kind: type[Any], **fields: Any) -> Message:
 
 def _get(**fields: Any) -> Message:
     last = MAX_DP_WORLD_SIZE - 1
+    held = {"first_mini_batch": MAX_STEP, "first_byte": MAX_EXACT, "content_hash": "c" * 128}
     return wire.GetRequest(
-        run=RUN, step=1, dp_rank=last, dp_world_size=last + 1, wait_s=30, **fields
+        run=RUN, step=1, dp_rank=last, dp_world_size=last + 1, wait_s=30, **held, **fields
     )
 
 

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 import testkit
+import turnstream
 from harness.proxy import Proxy
 from turnstream.errors import (
     BatcherUnavailableError,
@@ -23,9 +24,11 @@ from turnstream.errors import (
     StoreBehindError,
     TurnstreamError,
 )
+from turnstream.generator import Publisher
 from turnstream.types import Denominators
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream.worker import BatchStream, StreamStatistics, _replicas
+from turnstream_server.batcher.serving import get
 
 pytestmark = pytest.mark.grpc
 
@@ -90,7 +93,33 @@ def test_partly_received_step_names_its_manifest(batcher: Any) -> None:
             next(stream)
         testkit.wait_until(lambda: ("Get", 3) in batcher.calls, describe="the step after")
 
-    assert [request.manifest_hash for request in batcher.gets] == ["", "", f"{1:064}", "", ""]
+    named = [(request.manifest_hash, request.first_mini_batch) for request in batcher.gets]
+    assert named == [("", 0), ("", 0), (f"{1:064}", 1), ("", 0), ("", 0)]
+
+
+def test_repeated_get_brings_the_rest_alone(
+    server: Any, start_batcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(get, "CHUNK_BYTES", 1 << 14)
+    with turnstream.connect(server.url) as service:
+        service.create_run("run", batch_groups=2, mini_batch_groups=1)
+    with Publisher(server.url, "run") as publisher:
+        for name in "gh":
+            long = testkit.trajectory(testkit.turn("a", "B" * 300_000))
+            publisher.publish(testkit.group(name, long))
+
+    with Proxy(start_batcher().target) as proxy:
+        proxy.replies.is_recorded = True
+        proxy.replies.bytes_per_s = 4e6  # gRPC drops what the worker has not taken at a break
+        proxy.break_replies([1_000_000] * 5)
+        with BatchStream(proxy.address, "run", timeout_s=60.0) as stream:
+            seen = [next(stream), next(stream)]
+            num_damaged = stream.statistics().num_damaged
+
+    num_bytes = sum(mini_batch.num_bytes for mini_batch in seen)
+    assert (num_bytes > 2_800_000, proxy.num_breaks >= 3, num_damaged) == (True, True, 0)
+    num_sent = sum(len(sent) for sent in proxy.replies.recorded)
+    assert num_sent < 1.3 * num_bytes
 
 
 def test_damaged_mini_batch_is_fetched_again(batcher: Any) -> None:
@@ -104,6 +133,24 @@ def test_damaged_mini_batch_is_fetched_again(batcher: Any) -> None:
 
     assert texts(mini_batch) == ["abCDEFG"]
     assert (statistics.num_damaged, statistics.num_mini_batches) == (2, 1)
+
+
+def test_bytes_after_a_hole_are_fetched_again(batcher: Any) -> None:
+    def from_byte(messages: Iterator[bytes], _: Any) -> Iterator[bytes]:
+        chunk = wire.GetChunk.FromString(next(messages))
+        chunk.header.first_byte = 600
+        yield chunk.SerializeToString()
+        yield from itertools.islice(messages, 2, None)
+
+    batcher.add_step(1, "abCDEFG")
+    batcher.faults = [from_byte, aborted_after(2), from_byte, aborted_after(3), from_byte]
+
+    with batcher.stream() as stream:
+        assert texts(next(stream)) == ["abCDEFG"]
+        assert stream.statistics().num_damaged == 2
+
+    # The first two replies from byte 600 were refused, as 0 and 300 bytes were here.
+    assert [request.first_byte for request in batcher.gets][:5] == [0, 0, 300, 0, 600]
 
 
 def test_rest_of_a_get_is_not_read_after_a_damaged_mini_batch(batcher: Any) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from turnstream.errors import CorruptRecordError
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.types import MiniBatch
 from turnstream.wire.v1.batches_pb2 import GetChunk, MiniBatchHeader
-from turnstream.worker._prefetch import read_step
+from turnstream.worker._read_step import Arrival, read_step
 
 
 def messages(
@@ -32,16 +33,15 @@ def messages(
             yield GetChunk(data=data).SerializeToString()
 
 
-def read(sent: list[bytes], *, step: int = 1) -> list[MiniBatch]:
-    arrivals = read_step(sent, step=step, admit=buffer_of)
+def read(sent: list[bytes], *, step: int = 1, held: int = 0) -> list[MiniBatch]:
     return [
-        decode_mini_batch(data or b"", expected_hash=header.content_hash)
-        for header, data in arrivals
+        decode_mini_batch(each.buffer or b"", expected_hash=each.header.content_hash)
+        for each in read_step(sent, step=step, held=held, admit=place_of)
     ]
 
 
-def buffer_of(header: MiniBatchHeader) -> memoryview:
-    return memoryview(bytearray(header.num_bytes))
+def place_of(header: MiniBatchHeader) -> Arrival:
+    return Arrival(header, memoryview(bytearray(header.num_bytes)))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1000, 1 << 20])
@@ -76,14 +76,41 @@ def test_read_step_refuses_another_step() -> None:
 def test_bytes_without_a_buffer_are_only_counted() -> None:
     sent = list(messages([testkit.mini_batch("abC")] * 2, chunk_bytes=100))
 
-    def admit(header: MiniBatchHeader) -> memoryview | None:
-        return buffer_of(header) if header.mini_batch == 1 else None
+    def admit(header: MiniBatchHeader) -> Arrival:
+        return place_of(header) if header.mini_batch == 1 else Arrival(header)
 
     arrivals = list(read_step(sent, step=1, admit=admit))
 
-    assert [(header.mini_batch, data is None) for header, data in arrivals] == [
+    assert [(each.header.mini_batch, each.buffer is None) for each in arrivals] == [
         *((0, True), (1, False))
     ]
+
+
+def test_repeated_step_begins_with_any_mini_batch_up_to_the_first_missing() -> None:
+    sent = list(messages([testkit.mini_batch("abC")] * 3, chunk_bytes=1 << 20))
+    first, second, third = sent[:2], sent[2:4], sent[4:]
+
+    assert len(read([*second, *third], held=1)) == 2
+    assert len(read([*first, *second, *third], held=1)) == 3
+    for wrong, held in (([*second, *third], 0), (third, 1), ([*second, *second, *third], 1)):
+        with pytest.raises(CorruptRecordError, match="came instead of"):
+            read(wrong, held=held)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_filled"),
+    [({}, 4), ({"first_byte": 6}, None), ({"num_bytes": 8}, None), ({"content_hash": "d"}, None)],
+)
+def test_arrival_resumes_with_its_own_bytes_alone(
+    changes: dict[str, Any], num_filled: int | None
+) -> None:
+    header = MiniBatchHeader(num_bytes=9, content_hash="c")
+    arrival = Arrival(header, memoryview(bytearray(9)))
+    arrival.add(b"12345")
+    resumed = {"num_bytes": 9, "content_hash": "c", "first_byte": 4, **changes}
+
+    assert arrival.resume(MiniBatchHeader(**resumed)) is (num_filled is not None)
+    assert arrival.num_filled == (num_filled or 5)
 
 
 def test_kind_of_message_of_a_newer_release_is_ignored() -> None:

@@ -16,6 +16,7 @@ from turnstream.errors import (
     InvalidConfigError,
     StoreBehindError,
 )
+from turnstream.records.batches import EncodedMiniBatch
 from turnstream.store.waits.wait_reasons import replan_hint
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.assembly.assembler import Assembler
@@ -120,7 +121,7 @@ class BatchSender:
     ) -> AsyncIterator[bytes]:
         whose = {"dp_rank": request.dp_rank, "dp_world_size": request.dp_world_size}
         num_mini_batches = len(batch.manifest.mini_batches)
-        for index in range(num_mini_batches):
+        for index in range(first_mini_batch(request, num_mini_batches), num_mini_batches):
             share = await self._assembler.share(batch, mini_batch=index, **whose)
             if index + 1 < num_mini_batches:  # made while this one is sent
                 self._assembler.prepare(batch, mini_batch=index + 1, **whose)
@@ -130,10 +131,11 @@ class BatchSender:
                 num_mini_batches=num_mini_batches,
                 num_bytes=share.num_bytes,
                 content_hash=share.content_hash,
+                first_byte=first_byte(request, share),
             )
             yield wire.GetChunk(header=header).SerializeToString()
             reach("get.after_header")
-            for message in data_messages(share.data):
+            for message in data_messages(share.data[header.first_byte :]):
                 yield message
             reach("get.after_data")
 
@@ -152,6 +154,31 @@ def _log_delivery(request: wire.GetRequest, run: str, *, num_bytes: int) -> None
     facts = {"run": run, "step": request.step, "dp_rank": request.dp_rank, "bytes": num_bytes}
     receiver = f"observer {request.observer!r}" if request.observer else "the trainer"
     logger.info("share of a batch was sent to %s", receiver, extra=facts)
+
+
+def first_mini_batch(request: wire.GetRequest, num_mini_batches: int) -> int:
+    """Return the first mini-batch that the caller lacks; at most the last one.
+
+    Without the manifest of the others, the caller has none.
+
+    >>> first_mini_batch(wire.GetRequest(first_mini_batch=2, manifest_hash="m"), 4)
+    2
+    >>> first_mini_batch(wire.GetRequest(first_mini_batch=2), 4)
+    0
+    """
+    return min(request.first_mini_batch, num_mini_batches - 1) if request.manifest_hash else 0
+
+
+def first_byte(request: wire.GetRequest, share: EncodedMiniBatch) -> int:
+    """Return the first byte of a share that the caller lacks.
+
+    >>> share = EncodedMiniBatch(memoryview(b"abc"), content_hash="c", num_bytes=3)
+    >>> first_byte(wire.GetRequest(first_byte=2, content_hash="c"), share)
+    2
+    >>> first_byte(wire.GetRequest(first_byte=2, content_hash="of another plan"), share)
+    0
+    """
+    return min(request.first_byte, share.num_bytes) * (request.content_hash == share.content_hash)
 
 
 def check_number_of_shares(num_mini_batches: int, *, dp_world_size: int) -> None:

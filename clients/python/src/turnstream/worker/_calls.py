@@ -31,6 +31,7 @@ from turnstream.store.waits.sentences import wait_reason
 from turnstream.store.waits.wait_warnings import WaitWarnings
 from turnstream.types.names import checked_setting
 from turnstream.wire.v1 import batches_pb2 as wire
+from turnstream.worker._read_step import Arrival
 from turnstream.worker._replicas import NO_ANSWER, Replicas
 
 _logger = logging.getLogger(__name__)
@@ -133,12 +134,20 @@ class BatcherCalls:
         return reply
 
     def get(
-        self, step: int, *, wait_s: float, previous_hash: str = "", manifest_hash: str = ""
+        self,
+        step: int,
+        *,
+        wait_s: float,
+        previous_hash: str = "",
+        manifest_hash: str = "",
+        num_mini_batches: int = 0,
+        arrival: Arrival | None = None,
     ) -> Iterator[bytes]:
         """Return the raw messages of a step; read them to their end.
 
         `previous_hash` is the manifest of the step before, and `manifest_hash` that of the
-        mini-batches of this step so far; the batcher refuses others.
+        `num_mini_batches` of this step so far; the batcher refuses others. It begins after these
+        and the bytes of `arrival`, unless it is of an older release.
         """
         request = wire.GetRequest(
             **self._identity(),
@@ -149,6 +158,9 @@ class BatcherCalls:
             observer=self._observer,
             previous_hash=previous_hash,
             manifest_hash=manifest_hash,
+            first_mini_batch=num_mini_batches,
+            first_byte=0 if arrival is None else arrival.num_filled,
+            content_hash="" if arrival is None else arrival.header.content_hash,
         )
         return self.replicas.get(_path("Get"), request)
 

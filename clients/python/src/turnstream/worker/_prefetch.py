@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import grpc
@@ -29,10 +29,10 @@ from turnstream.errors import (
     UnknownFormatError,
 )
 from turnstream.records.batches import decode_mini_batch
-from turnstream.records.values import parse_message
 from turnstream.store.client.backoff import pause_after
-from turnstream.wire.v1.batches_pb2 import GetChunk, MiniBatchHeader
+from turnstream.wire.v1.batches_pb2 import MiniBatchHeader
 from turnstream.worker._calls import BatcherCalls, error_of, retry_delay_s
+from turnstream.worker._read_step import Arrival, read_step
 from turnstream.worker.steps import PulledMiniBatch
 
 FIRST_WAIT_S = 1.0
@@ -131,7 +131,7 @@ class Prefetcher:
         self.progress = Progress(first_step)
         self.statistics = StreamStatistics(max_prefetch_bytes=max_bytes)
         self.queue: deque[PulledMiniBatch] = deque()
-        self._arriving_bytes = 0
+        self._arrival: Arrival | None = None  # kept after an interruption: the next Get resumes it
         self._failure: BaseException | None = None
         self._changed = threading.Condition()  # guards the three above
         self._calls = calls
@@ -146,7 +146,8 @@ class Prefetcher:
         """Bytes of the queue, and of the mini-batch that is arriving."""
         self._calls.process.require()
         with self._changed:
-            return self._arriving_bytes + sum(each.num_bytes for each in self.queue)
+            arriving = 0 if self._arrival is None else self._arrival.header.num_bytes
+            return arriving + sum(each.num_bytes for each in self.queue)
 
     def take(self, *, timeout_s: float) -> PulledMiniBatch | None:
         """Return the oldest mini-batch, or None after `timeout_s`.
@@ -222,17 +223,18 @@ class Prefetcher:
             wait_s=progress.wait_s,
             previous_hash=progress.previous_hash,
             manifest_hash=progress.manifest_hash if progress.hashes else "",
+            num_mini_batches=(held := len(progress.hashes)),
+            arrival=self._arrival,
         )
+        messages = self._timed(messages)
         try:
-            received = read_step(self._timed(messages), step=progress.step, admit=self._admit)
-            for header, data in received:
-                if data is not None:
-                    self._enqueue(header, data)
+            for arrival in read_step(messages, step=progress.step, held=held, admit=self._admit):
+                if arrival.buffer is not None:
+                    self._enqueue(arrival.header, arrival.buffer)
         except TurnstreamError:
+            self._arrive(None)
             self._calls.replicas.end_get()  # the rest of the call would hold its connection open
             raise
-        finally:
-            self._arriving_bytes = 0
 
     def _timed(self, messages: Iterator[bytes]) -> Iterator[bytes]:
         """Yield the same messages, and record when each came."""
@@ -240,17 +242,26 @@ class Prefetcher:
             self.progress.answered_s = time.monotonic()
             yield message
 
-    def _admit(self, header: MiniBatchHeader) -> memoryview | None:
-        """Return a buffer once the queue has capacity; None if the mini-batch was queued before.
+    def _admit(self, header: MiniBatchHeader) -> Arrival:
+        """Return the place for a mini-batch once the queue has capacity.
 
-        A mini-batch larger than the bound enters an empty queue; otherwise it could never enter.
+        It has no buffer if the mini-batch was queued before, and bytes if the batcher resumes. A
+        mini-batch larger than the bound enters an empty queue; otherwise it could never enter.
         """
         hashes = self.progress.hashes
         if header.mini_batch < len(hashes):
             if header.content_hash != hashes[header.mini_batch]:
                 which = f"mini-batch {header.mini_batch} of step {header.step}"
                 raise ConflictError(f"{which} changed after it was used")
-            return None
+            return Arrival(header)
+        if header.first_byte:
+            if self._arrival is None or not self._arrival.resume(header):
+                raise CorruptRecordError(
+                    f"mini-batch {header.mini_batch} of step {header.step} begins at byte "
+                    f"{header.first_byte}, and the bytes before it are not here"
+                )
+            return self._arrival
+        self._arrive(None)
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -259,9 +270,15 @@ class Prefetcher:
                     or self.queued_bytes + header.num_bytes <= self.statistics.max_prefetch_bytes
                 )
             )
-            self._arriving_bytes = header.num_bytes
         # Arrow's allocator aligns to 64 bytes, as columns need it, and reuses its pages.
-        return memoryview(pa.allocate_buffer(header.num_bytes)).cast("B")
+        buffer = memoryview(pa.allocate_buffer(header.num_bytes)).cast("B")
+        arrival = Arrival(header, buffer)
+        self._arrive(arrival)
+        return arrival
+
+    def _arrive(self, arrival: Arrival | None) -> None:
+        with self._changed:
+            self._arrival = arrival
 
     def _enqueue(self, header: MiniBatchHeader, data: memoryview) -> None:
         """Check a complete mini-batch and queue it."""
@@ -294,7 +311,7 @@ class Prefetcher:
         )
         with self._changed:
             self.queue.append(pulled)
-            self._arriving_bytes = 0
+            self._arrival = None
             self._changed.notify_all()
 
     def _recover(self, error: TurnstreamError) -> None:
@@ -337,49 +354,3 @@ class Prefetcher:
         if progress.num_bad_in_a_row >= MAX_BAD_IN_A_ROW:
             return None
         return pause_after(progress.num_failures)
-
-
-def read_step(
-    messages: Iterable[bytes], *, step: int, admit: Callable[[MiniBatchHeader], memoryview | None]
-) -> Iterator[tuple[MiniBatchHeader, memoryview | None]]:
-    """Yield the header and the bytes of each mini-batch of a Get, after its last byte has arrived.
-
-    `admit` returns a buffer for the bytes after a header, or None for bytes that are only counted.
-    Messages that contradict each other, or end before the last byte, are a CorruptRecordError.
-    Kinds of messages of a later release are ignored.
-    """
-    header: MiniBatchHeader | None = None
-    buffer: memoryview | None = None
-    num_filled = num_complete = 0
-    num_expected: int | None = None
-    for message in messages:
-        chunk = parse_message(GetChunk, message)
-        match chunk.WhichOneof("chunk"):
-            case "header":
-                found = (chunk.header.step, chunk.header.mini_batch)
-                if header is not None or found != (step, num_complete):
-                    raise CorruptRecordError(
-                        f"(step, mini-batch) {found} came instead of {(step, num_complete)}, "
-                        "or before the last byte of the one before"
-                    )
-                header, num_filled, num_expected = chunk.header, 0, chunk.header.num_mini_batches
-                buffer = admit(header)
-            case "data":
-                data, num_bytes = chunk.data, 0 if header is None else header.num_bytes
-                start, num_filled = num_filled, num_filled + len(data)
-                if num_filled > num_bytes:
-                    raise CorruptRecordError(
-                        f"mini-batch {num_complete} of step {step} has more than the {num_bytes} "
-                        "bytes of its header"
-                    )
-                if buffer is not None:
-                    buffer[start:num_filled] = data
-            case _:
-                pass
-        if header is not None and num_filled == header.num_bytes:
-            yield header, buffer
-            header, num_filled, num_complete = None, 0, num_complete + 1
-    if num_complete != num_expected:
-        raise CorruptRecordError(
-            f"step {step} ended after {num_complete} of {num_expected or 'all'} mini-batches"
-        )

@@ -33,7 +33,7 @@ class StartReply(_message.Message):
     def __init__(self, session_epoch: _Optional[int] = ..., next_step: _Optional[int] = ..., config_json: _Optional[str] = ..., lineage: _Optional[str] = ..., newest_version: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("run", "step", "dp_rank", "dp_world_size", "session_epoch", "wait_s", "observer", "session", "previous_hash", "manifest_hash")
+    __slots__ = ("run", "step", "dp_rank", "dp_world_size", "session_epoch", "wait_s", "observer", "session", "previous_hash", "manifest_hash", "first_mini_batch", "first_byte", "content_hash")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,9 @@ class GetRequest(_message.Message):
     SESSION_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_HASH_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_HASH_FIELD_NUMBER: _ClassVar[int]
+    FIRST_MINI_BATCH_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BYTE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_HASH_FIELD_NUMBER: _ClassVar[int]
     run: str
     step: int
     dp_rank: int
@@ -54,7 +57,10 @@ class GetRequest(_message.Message):
     session: str
     previous_hash: str
     manifest_hash: str
-    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_world_size: _Optional[int] = ..., session_epoch: _Optional[int] = ..., wait_s: _Optional[float] = ..., observer: _Optional[str] = ..., session: _Optional[str] = ..., previous_hash: _Optional[str] = ..., manifest_hash: _Optional[str] = ...) -> None: ...
+    first_mini_batch: int
+    first_byte: int
+    content_hash: str
+    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_world_size: _Optional[int] = ..., session_epoch: _Optional[int] = ..., wait_s: _Optional[float] = ..., observer: _Optional[str] = ..., session: _Optional[str] = ..., previous_hash: _Optional[str] = ..., manifest_hash: _Optional[str] = ..., first_mini_batch: _Optional[int] = ..., first_byte: _Optional[int] = ..., content_hash: _Optional[str] = ...) -> None: ...
 
 class GetChunk(_message.Message):
     __slots__ = ("header", "data")
@@ -65,18 +71,20 @@ class GetChunk(_message.Message):
     def __init__(self, header: _Optional[_Union[MiniBatchHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class MiniBatchHeader(_message.Message):
-    __slots__ = ("step", "mini_batch", "num_mini_batches", "num_bytes", "content_hash")
+    __slots__ = ("step", "mini_batch", "num_mini_batches", "num_bytes", "content_hash", "first_byte")
     STEP_FIELD_NUMBER: _ClassVar[int]
     MINI_BATCH_FIELD_NUMBER: _ClassVar[int]
     NUM_MINI_BATCHES_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     CONTENT_HASH_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BYTE_FIELD_NUMBER: _ClassVar[int]
     step: int
     mini_batch: int
     num_mini_batches: int
     num_bytes: int
     content_hash: str
-    def __init__(self, step: _Optional[int] = ..., mini_batch: _Optional[int] = ..., num_mini_batches: _Optional[int] = ..., num_bytes: _Optional[int] = ..., content_hash: _Optional[str] = ...) -> None: ...
+    first_byte: int
+    def __init__(self, step: _Optional[int] = ..., mini_batch: _Optional[int] = ..., num_mini_batches: _Optional[int] = ..., num_bytes: _Optional[int] = ..., content_hash: _Optional[str] = ..., first_byte: _Optional[int] = ...) -> None: ...
 
 class SteppedRequest(_message.Message):
     __slots__ = ("run", "step", "session_epoch", "manifest_hash", "session", "dp_rank")
