@@ -214,3 +214,28 @@ def test_closed_publisher_warns_of_open_trajectories(
         wait_for_lapse(other, KEY)
 
     assert "w leaves 1 trajectories open" in caplog.text
+
+
+def test_lease_is_renewed_while_a_turn_is_on_a_slow_link(
+    store: Store, proxy_to: Callable[[str], Any]
+) -> None:
+    run = store.new_run(lease_s=1.5)
+    proxy = proxy_to(store.url)
+    proxy.requests.bytes_per_s = 1e5
+    leases = keys.run_keys(run).leases
+
+    with Publisher(proxy.url, run) as publisher:
+        episode = publisher.trajectory("g", 0, num_samples=1)
+        pending = episode.append(ids("a" * 250_000), ids("b"))  # ten seconds
+        for _ in range(2):  # a heartbeat may have been sent before the turn
+            ends: Any = store.client.zscore(leases, KEY.readable_name)
+            wait_until(
+                lambda ends=ends: store.client.zscore(leases, KEY.readable_name) > ends,
+                describe="the renewal of the lease",
+            )
+        was_done = pending.is_done
+        proxy.requests.bytes_per_s = 0
+        pending.result(30)
+        episode.seal(1.0)
+
+    assert not was_done

@@ -42,16 +42,53 @@ def test_new_trajectory_reads_the_lease_length_soon() -> None:
     )
     beats.opened(first, now_s=0.0)
     beats.sent(0.1)
-    beats.answered(lease_s=30.0)
+    beats.answered(lease_s=30.0, sent_s=0.1)
     beats.ended(first)
 
     beats.opened(second, now_s=1000.0)
     before = beats.pause_s(1000.0)
     beats.sent(1000.1)
-    beats.answered(lease_s=0.6)
+    beats.answered(lease_s=0.6, sent_s=1000.1)
 
     assert before == pytest.approx(0.1)
     assert beats.pause_s(1000.1) == pytest.approx(0.2)
+
+
+def test_leases_are_renewed_beside_a_long_round() -> None:
+    driver, lane = driver_with_lane()
+    driver.skip_pause()
+    driver.answer([30_000, b"OK"])
+    waiting = driver.append(lane)
+    alone = driver.outbox.next_beats(driver.now_s + 10.0)
+    on_its_way = driver.take_round()
+
+    for state, lost in ((b"OK", False), (b"FENCED [abandoned] g/0/0 is abandoned", True)):
+        driver.now_s += 15.0
+        beside = driver.outbox.next_beats(driver.now_s)
+        assert beside is not None
+        driver.outbox.beats_answered(beside, replies=[[30_000, state]], sent_s=driver.now_s)
+        assert driver.outbox.tracker.heartbeats.has_slept(driver.now_s + 1.0) is lost
+    driver.outbox.answered(on_its_way, replies=[1], now_s=driver.now_s)
+
+    assert alone is None
+    assert waiting.is_done
+    driver.append(lane)  # not sent before the heartbeats that were refused
+    assert driver.script_names(driver.take_round()) == ["heartbeat"]
+
+
+def test_refused_beat_beside_a_round_changes_nothing() -> None:
+    driver, lane = driver_with_lane()
+    driver.append(lane)
+    driver.take_round()
+    driver.now_s += 1.0
+
+    beside = driver.outbox.next_beats(driver.now_s)
+    assert beside is not None
+    refused = [ResponseError("NOSCRIPT none of that name")]
+    driver.outbox.beats_answered(beside, replies=refused, sent_s=driver.now_s)
+
+    assert lane.error is None
+    assert driver.outbox.next_beats(driver.now_s + 1.0) is not None
 
 
 def test_a_publisher_with_nothing_open_sends_no_heartbeat() -> None:

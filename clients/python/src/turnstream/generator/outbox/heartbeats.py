@@ -44,7 +44,6 @@ class Heartbeats:
         self._open: dict[Lane, None] = {}
         self._interval_s = _FIRST_INTERVAL_S
         self._due_s = 0.0
-        self._sent_s = 0.0
         self._known_s = 0.0  # the leases were ours at this time
         self._lease_s = _FIRST_LEASE_S
 
@@ -69,26 +68,28 @@ class Heartbeats:
         if not self._open or now_s < self._due_s:
             return []
         self.sent(now_s)
-        return [self._call(lanes) for lanes in _in_parts(self._open, MAX_HEARTBEATS)]
+        return [self._call(lanes, now_s) for lanes in _in_parts(self._open, MAX_HEARTBEATS)]
 
-    def _call(self, lanes: Sequence[Lane]) -> Call:
+    def _call(self, lanes: Sequence[Lane], sent_s: float) -> Call:
         leases = [(lane.trajectory_id, lane.epoch) for lane in lanes]
         return Call(
             heartbeat_command(self._target.run, leases, writer=self._writer),
-            partial(self._renewed, lanes),
+            partial(self._renewed, lanes, sent_s),
             partial(self._not_renewed, lanes),
             self.failed,
             is_write=False,
         )
 
-    def _renewed(self, lanes: Sequence[Lane], answers: Sequence[Any], _: float) -> None:
+    def _renewed(
+        self, lanes: Sequence[Lane], sent_s: float, answers: Sequence[Any], _: float
+    ) -> None:
         """Handle renewed and lost leases.
 
         A lost lease of an ending lane is no failure, because its end may be stored already. It is
         one if the trajectory was abandoned before its first write.
         """
         lease_ms, *states = answers
-        self.answered(lease_s=lease_ms / 1000)
+        self.answered(lease_s=lease_ms / 1000, sent_s=sent_s)
         for lane, state in zip(lanes, states, strict=True):
             if state == b"OK":
                 continue
@@ -104,20 +105,30 @@ class Heartbeats:
 
     def sent(self, now_s: float) -> None:
         """Record that heartbeats were sent; the next follow after the interval."""
-        self._sent_s = now_s
         self._due_s = now_s + self._interval_s
 
     def failed(self) -> None:
         """Make the next heartbeats due at once, since these were not answered."""
         self._due_s = 0.0
 
+    def renewed_meanwhile(self, answers: Sequence[Any], *, sent_s: float) -> None:
+        """Handle the answers to heartbeats that were sent beside a round.
+
+        A lost lease fails no trajectory here, since its turns are on their way: the next heartbeats
+        go alone, before other writes.
+        """
+        is_lost = any(state != b"OK" for _, *states in answers for state in states)
+        self.answered(lease_s=answers[0][0] / 1000, sent_s=sent_s)
+        if is_lost:
+            self._due_s = self._known_s = float("-inf")
+
     def has_slept(self, now_s: float) -> bool:
         """Return whether no renewal was acknowledged for a lease, so that leases may be lost."""
         return bool(self._open) and now_s - self._known_s > self._lease_s
 
-    def answered(self, *, lease_s: float) -> None:
+    def answered(self, *, lease_s: float, sent_s: float) -> None:
         """Record the length of a lease, which was valid when the heartbeats were sent."""
-        self._known_s, self._lease_s = self._sent_s, lease_s
+        self._known_s, self._lease_s = max(self._known_s, sent_s), lease_s
         interval_s = lease_s / BEATS_PER_LEASE
         self._due_s += interval_s - self._interval_s
         self._interval_s = interval_s

@@ -1,8 +1,8 @@
 """The state machine of both publishers: order of sending and of resending. No I/O, no clock.
 
 Its owner adds writes and repeats three calls: take a round, send it, pass the replies back. One
-round is in flight at a time. Unacknowledged calls return to their queues in order. A round takes,
-first to last::
+round is in flight at a time; heartbeats that are due meanwhile travel beside it. Unacknowledged
+calls return to their queues in order. A round takes, first to last::
 
     abandons     of lanes whose turns are all acknowledged
     seals        of lanes whose payload is all acknowledged: one call for many
@@ -212,6 +212,20 @@ class Outbox:
         )
         self.outage.num_calls = len(calls)
         return self._round
+
+    def next_beats(self, now_s: float) -> Round | None:
+        """Return heartbeats to send beside the round in flight; None if there are none to send.
+
+        A slow link may need longer for a round than a lease lasts.
+        """
+        calls = self.tracker.heartbeats.take(now_s) if self.has_round else []
+        return Round(calls, loads_scripts=not self._scripts_known) if calls else None
+
+    def beats_answered(self, sent: Round, *, replies: Sequence[Any], sent_s: float) -> None:
+        """The store answered heartbeats that were sent beside a round; a refusal says nothing."""
+        answers = [answer for _, answer in sent.answers(replies)]
+        if not any(isinstance(answer, ResponseError) for answer in answers):
+            self.tracker.heartbeats.renewed_meanwhile(answers, sent_s=sent_s)
 
     def _take_calls(self, now_s: float) -> list[Call]:
         """Return the calls to send now, first to last.

@@ -21,6 +21,7 @@ from turnstream.errors import NotReadyError, RejectedError, StoreUnavailableErro
 from turnstream.generator.outbox.calls import Round
 from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.receipts import AsyncReceipt, Delivery, Receipt
+from turnstream.generator.transport.lease_renewal import renewing
 from turnstream.generator.transport.loop_thread import LoopThread
 from turnstream.store.client import keys
 from turnstream.store.client.cancellation import cancel_all, to_the_end
@@ -254,10 +255,17 @@ class Sender(Generic[_Receipt]):
 
     async def _exchange(self, link: AsyncLink, sent: Round) -> None:
         self._keep_deadlines()
+        beats = renewing(
+            self._outbox,
+            self.lock,
+            connect=lambda: AsyncLink(self._url),
+            now=lambda: time.monotonic(),
+        )
         try:
-            replies = await link.exchange(
-                sent.pack(), sent.num_replies, timeout_s=self._silent_s(), on_sent=self._on_sent
-            )
+            async with beats:
+                replies = await link.exchange(
+                    sent.pack(), sent.num_replies, timeout_s=self._silent_s(), on_sent=self._on_sent
+                )
         except (RedisError, OSError) as error:
             with self.lock:
                 self._outbox.lost(sent, error=error, now_s=time.monotonic())
