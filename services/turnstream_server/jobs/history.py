@@ -47,7 +47,7 @@ class RunHistory:
             self._add_event(record)
         # A step is planned again after damage, unless it is stepped.
         after = f"{self._stepped}-{_LAST_OF_STEP}"
-        for _, record in stream_entries(self._client, self._names.plan, after=after):
+        for _, record in stream_entries(self._client, self._names.plan, after=after, page=1):
             manifest = decode_manifest(record)
             self._batches[manifest.step] = numbers_of(manifest)
         frontier = read_frontier(self._client, self._run)

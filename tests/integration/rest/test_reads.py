@@ -22,6 +22,7 @@ from turnstream.store.client.connection import connect
 from turnstream.store.run.tasks import Prompt
 from turnstream_server.batcher.assembly.assembler import read_share
 from turnstream_server.batcher.planner.snapshotting import Upkeep
+from turnstream_server.bus.queries import batch_facts
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.jobs.batches import read_batch, write_batch
 from turnstream_server.jobs.ledger import read_run_ledger, read_trajectory
@@ -190,6 +191,19 @@ def test_batches_are_listed_in_pages(api: RestApi, trained: turnstream.Run) -> N
     assert first["batches"][0]["num_mini_batches"] == 2
     assert api.get(path)["batches"] == first["batches"] + second["batches"]
     assert api.get(path, from_step=3) == {"batches": [], "next_step": None}
+
+
+def test_page_ends_early_after_plans_of_many_bytes(
+    api: RestApi, trained: turnstream.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_facts, "MAX_PAGE_BYTES", 1)
+    path = f"runs/{trained.name}/batches"
+
+    first = api.get(path)
+    second = api.get(path, from_step=first["next_step"])
+
+    assert [each["step"] for each in first["batches"] + second["batches"]] == [1, 2]
+    assert (first["next_step"], second["next_step"]) == (2, None)
 
 
 def test_mini_batch_has_the_bytes_that_a_batcher_sends(

@@ -140,7 +140,7 @@ def open_trajectory(client: redis.Redis, run: str, trajectory_id: str) -> DeadCo
         name = keys.readable_name(trajectory_id)
         raise DeadLetterNotFoundError(f"run {run!r} keeps no dead letter {name!r}")
     stream = keys.trajectory_keys(run, trajectory_id).turns
-    *turns, seal = [record for _, record in stream_entries(client, stream)] or [b""]
+    *turns, seal = [record for _, record in stream_entries(client, stream, page=1)] or [b""]
     records = [_read(each, decode_turn) for each in turns]
     return DeadContent(found[0], (*records, _read(seal, decode_event)))
 

@@ -83,19 +83,20 @@ def _entry(
 
 
 def stream_entries(
-    client: redis.Redis, stream: str, *, after: str = ""
+    client: redis.Redis, stream: str, *, after: str = "", page: int = PAGE
 ) -> Iterator[tuple[str, bytes]]:
     """Yield the id and the record of every entry of a stream after an id, in order.
 
-    The record of an entry without one is empty, which every reader refuses.
+    The record of an entry without one is empty, which every reader refuses. A reply has `page`
+    entries at most: 1 where an entry may have a megabyte.
     """
     start = f"({after}" if after else "-"
     while True:
         with reading(stream), translating():
-            entries: Any = client.xrange(stream, min=start, count=PAGE)
+            entries: Any = client.xrange(stream, min=start, count=page)
         for entry_id, fields in entries:
             yield entry_id.decode(), fields.get(b"r", b"")
-        if len(entries) < PAGE:
+        if len(entries) < page:
             return
         start = f"({entries[-1][0].decode()}"
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import redis
 import redis.asyncio
@@ -15,11 +15,15 @@ from turnstream.records.manifests import decode_manifest, encode_manifest, manif
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.stored_values import reading
+from turnstream_server.bus.core.scan import stream_entries
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.leadership.writes import Changes, read_facts, write, write_decision
 from turnstream_server.bus.planning import plan_writes
 from turnstream_server.bus.planning.plan_writes import StepFacts
 from turnstream_server.bus.planning.settling import GroupState
+
+_LAST: Final = 2**64 - 1
+"""The highest revision that the id of a plan can have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,17 +122,16 @@ def read_plan(client: redis.Redis, run: str, step: int) -> StoredManifest | None
     plan = keys.run_keys(run).plan
     with reading(plan, str(step)), translating():
         entries: Any = client.xrevrange(plan, max=step, min=step, count=1)
-        return _stored(entries[0]) if entries else None
+        return _stored(entries[0][1][b"r"]) if entries else None
 
 
-def read_plans(
-    client: redis.Redis, run: str, *, first_step: int, max_count: int
-) -> list[StoredManifest]:
-    """Return the plans from `first_step` on, in order, at most `max_count` of them."""
+def read_plans(client: redis.Redis, run: str, *, first_step: int = 1) -> Iterator[StoredManifest]:
+    """Yield the plans from `first_step` on, in order; one is read at a time, for it may be long."""
     plan = keys.run_keys(run).plan
-    with reading(plan), translating():
-        entries: Any = client.xrange(plan, min=first_step, count=max_count)
-        return [_stored(entry) for entry in entries]
+    for entry_id, record in stream_entries(client, plan, after=f"{first_step - 1}-{_LAST}", page=1):
+        with reading(plan, entry_id):
+            stored = _stored(record)
+        yield stored
 
 
 async def read_manifests(
@@ -145,11 +148,12 @@ async def read_manifests(
 
 async def _stored_in_thread(entries: Sequence[Any]) -> list[StoredManifest]:
     """Decode in a thread: one manifest of three thousand trajectories takes 30 ms."""
-    return await asyncio.to_thread(lambda: [_stored(entry) for entry in entries]) if entries else []
+    if not entries:
+        return []
+    return await asyncio.to_thread(lambda: [_stored(fields[b"r"]) for _, fields in entries])
 
 
-def _stored(entry: Sequence[Any]) -> StoredManifest:
-    record: bytes = entry[1][b"r"]
+def _stored(record: bytes) -> StoredManifest:
     return StoredManifest(
         manifest=decode_manifest(record), record=record, hash=manifest_hash(record)
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -20,8 +19,8 @@ from turnstream_server.bus.queries.batch_numbers import numbers_of
 from turnstream_server.bus.queries.ledger import state_of_step
 from turnstream_server.bus.release.compact_records import past_batches, read_past_batch
 
-_PAGE: Final = 64
-"""Plans that are read at once."""
+MAX_PAGE_BYTES: Final = 4 << 20
+"""Bytes of the plans of a page, but for its last one: they take a second to decode."""
 
 
 def batch_facts(
@@ -49,21 +48,25 @@ def batch_facts(
     raise NotReadyError(f"run {run!r}: step {step} is not planned; {frontier.planned} are")
 
 
-def list_batches(
+def page_of_batches(
     client: redis.Redis, run: str, *, from_step: int, limit: int
-) -> Iterator[dict[str, Any]]:
-    """Yield at most `limit` batches from a step on, without their trajectories.
+) -> tuple[list[dict[str, Any]], int | None]:
+    """Return batches from a step on without their trajectories, and the first step after them.
 
-    A released batch is left out.
+    There are at most `limit`, and fewer where plans are long. A released batch is left out.
     """
     frontier = read_frontier(client, run)
-    for stored in read_plans(client, run, first_step=from_step, max_count=limit):
+    page: list[dict[str, Any]] = []
+    num_bytes = 0
+    for stored in read_plans(client, run, first_step=from_step):
         manifest = stored.manifest
-        yield {
-            "state": state_of_step(manifest.step, frontier).value,
-            **_head(stored),
-            "num_mini_batches": len(manifest.mini_batches),
-        }
+        if len(page) == limit or num_bytes > MAX_PAGE_BYTES:
+            return page, manifest.step
+        state = state_of_step(manifest.step, frontier).value
+        num_mini_batches = len(manifest.mini_batches)
+        page.append({"state": state, **_head(stored), "num_mini_batches": num_mini_batches})
+        num_bytes += len(stored.record)
+    return page, None
 
 
 def reward_curve(
@@ -77,10 +80,8 @@ def reward_curve(
         LedgerFileError: a file of released batches cannot be read.
     """
     means = {past.step: past.mean_reward for past in past_batches(client, run, folder=folder)}
-    first_step = 1
-    while plans := read_plans(client, run, first_step=first_step, max_count=_PAGE):
-        means |= {each.manifest.step: numbers_of(each.manifest).mean_reward for each in plans}
-        first_step = plans[-1].manifest.step + 1
+    for stored in read_plans(client, run):
+        means[stored.manifest.step] = numbers_of(stored.manifest).mean_reward
     known = sorted((step, mean) for step, mean in means.items() if mean is not None)
     return [{"step": step, "reward_mean": mean} for step, mean in known]
 

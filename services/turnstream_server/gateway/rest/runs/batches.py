@@ -16,7 +16,7 @@ from turnstream.errors import (
     UnavailableError,
 )
 from turnstream.store.run.configs import open_run
-from turnstream_server.bus.queries.batch_facts import batch_facts, list_batches
+from turnstream_server.bus.queries.batch_facts import batch_facts, page_of_batches
 from turnstream_server.bus.release.compact_records import LedgerFileError
 from turnstream_server.gateway.rest.access import Read, RunName
 from turnstream_server.gateway.rest.answers import answer
@@ -56,14 +56,13 @@ async def get_batches(
 ) -> Response:
     """Return planned and stepped batches with their numbers, in order.
 
-    A batch is listed until it is released.
+    A batch is listed until it is released. A page of large batches has fewer than `limit`.
     """
 
     def read(client: redis.Redis) -> dict[str, Any]:
-        found = [*list_batches(client, open_run(client, run), from_step=from_step, limit=limit + 1)]
-        page = found[:limit]
-        more = found[limit]["step"] if len(found) > limit else None
-        return {"batches": page, "next_step": more}
+        run_id = open_run(client, run)
+        page, next_step = page_of_batches(client, run_id, from_step=from_step, limit=limit)
+        return {"batches": page, "next_step": next_step}
 
     return await answer(caller, BatchList, read)
 
