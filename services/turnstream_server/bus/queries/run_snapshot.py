@@ -63,13 +63,12 @@ def read_snapshot(client: redis.Redis, run: str) -> WaitSnapshot:
     groups = _read_groups(client, names)
     untrained = _scan_ledger(client, names, frontier, groups)
     snapshot = parse_waits(run, run_command(client, waits_command(run)))
-    if snapshot.config.masked_reward == "leave_out":
-        _leave_out_masked(client, run, snapshot.config, groups)
+    since_ms = _read_events(client, run, snapshot.config, groups)
     for end, number in past_reasons(client, run):
         if not end.startswith(_WITHOUT_SIGNAL):
             untrained[end.replace(":", ": ", 1)] += number
     waiting = {name: group for name, group in groups.items() if not group.is_ready}
-    times = _read_times(client, run, groups=groups, waiting=waiting)
+    times = _read_times(client, run, groups=groups, waiting=waiting, since_ms=since_ms)
     oldest = sorted(waiting, key=lambda name: (times.since_ms.get(name, 0), name))[:MAX_NAMED]
     return replace(
         snapshot,
@@ -177,17 +176,43 @@ def _scan_ledger(
     return untrained
 
 
-def _leave_out_masked(
+def _read_events(
     client: redis.Redis, run: str, config: BatchingConfig, groups: Mapping[str, _Group]
-) -> None:
-    """Remove masked samples from the sealed ones: their groups wait for others."""
-    known = [m for group in _groups_in_snapshot(client, run).values() for m in group.ordered]
-    names = {keys.encode_name(each) for each in groups}
-    found = readable_events(client, run, is_wanted=lambda each: each.partition("/")[0] in names)
-    events = [each for _, each in found]
-    for sealed in (*known, *(each for each in events if isinstance(each, SealedTrajectory))):
-        if sealed.key.group_id in groups and not is_compared(sealed, config):
-            groups[sealed.key.group_id].sealed.discard(sealed.key.sample)
+) -> dict[str | TrajectoryKey, int]:
+    """Return since when groups are open and rewards awaited, in ms, as far as known.
+
+    If the run leaves masked samples out, they are removed from the sealed ones: their groups wait
+    for others. Events and snapshot are read once, for there may be tens of thousands of seals.
+    """
+    leaves_out = config.masked_reward == "leave_out"
+    read = {name: group for name, group in groups.items() if leaves_out or not group.is_ready}
+    if not read:
+        return {}
+
+    def leave_out(sealed: SealedTrajectory) -> None:
+        if leaves_out and sealed.key.group_id in read and not is_compared(sealed, config):
+            read[sealed.key.group_id].sealed.discard(sealed.key.sample)
+
+    names = {keys.encode_name(each) for each in read} if leaves_out else set[str]()
+    awaited = {key for group in read.values() for key in group.awaited}
+    ids = {each.trajectory_id for each in awaited}
+    since_ms: dict[str | TrajectoryKey, int] = {}
+    found = readable_events(
+        client, run, is_wanted=lambda each: each in ids or each.partition("/")[0] in names
+    )
+    for entry_id, event in found:
+        if isinstance(event, GroupOpened) and event.group_id in read:
+            since_ms.setdefault(event.group_id, entry_ms(entry_id))
+        elif isinstance(event, SealedTrajectory):
+            leave_out(event)
+            if event.key in awaited:
+                since_ms.setdefault(event.key, entry_ms(entry_id))
+    if leaves_out or any(name not in since_ms for name in read):
+        known = _groups_in_snapshot(client, run)
+        for sealed in (each for group in known.values() for each in group.ordered):
+            leave_out(sealed)
+        since_ms = {**_openings(known), **since_ms}
+    return since_ms
 
 
 def _unseen_by(client: redis.Redis, run: str, frontier: Frontier) -> str:
@@ -216,7 +241,7 @@ class _Times(NamedTuple):
     run_ms: int
     leases: dict[str, int]
     deadlines: dict[str, int]
-    since_ms: dict[str | TrajectoryKey, int]
+    since_ms: Mapping[str | TrajectoryKey, int]
 
     def ago_s(self, name: str | TrajectoryKey) -> float | None:
         """Return the seconds since a wait began."""
@@ -235,6 +260,7 @@ def _read_times(
     *,
     groups: Mapping[str, _Group],
     waiting: Mapping[str, _Group],
+    since_ms: Mapping[str | TrajectoryKey, int],
 ) -> _Times:
     names = keys.run_keys(run)
     now_ms = server_ms(client)
@@ -243,16 +269,6 @@ def _read_times(
     awaited = {key for group in waiting.values() for key in group.awaited}
     open_ids = [key.trajectory_id for group in groups.values() for key, _ in group.open]
     deadlines = [*map(_group_deadline, waiting), *map(_reward_deadline, awaited)]
-    since_ms: dict[str | TrajectoryKey, int] = {}
-    ids = {each.trajectory_id for each in awaited}
-    events = readable_events(client, run, is_wanted=ids.__contains__)
-    for entry_id, event in events if waiting else ():
-        if isinstance(event, GroupOpened) and event.group_id in waiting:
-            since_ms.setdefault(event.group_id, entry_ms(entry_id))
-        elif isinstance(event, SealedTrajectory) and event.key in awaited:
-            since_ms.setdefault(event.key, entry_ms(entry_id))
-    if any(name not in since_ms for name in waiting):
-        since_ms = {**openings_in_snapshot(client, run), **since_ms}
     return _Times(
         now_ms=now_ms,
         run_ms=clock.run_ms(fields, now_ms=now_ms),
@@ -262,12 +278,8 @@ def _read_times(
     )
 
 
-def openings_in_snapshot(client: redis.Redis, run: str) -> dict[str | TrajectoryKey, int]:
-    """Return when open and ready groups were opened, in ms, from the snapshot of the planner.
-
-    A group whose plan was withdrawn has no time there, and a damaged snapshot has none.
-    """
-    groups = _groups_in_snapshot(client, run)
+def _openings(groups: Mapping[str, GroupMembers]) -> dict[str | TrajectoryKey, int]:
+    """Return when groups were opened, in ms; one whose plan was withdrawn has no time."""
     return {name: ms for name, group in groups.items() if (ms := entry_ms(group.opened_by))}
 
 
