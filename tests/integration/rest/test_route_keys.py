@@ -176,7 +176,7 @@ def test_routes_without_a_run_refuse_other_runs(
     assert status(http, create, secrets["admin"], name=RUN, settings=settings) == 201
 
     found = http.get("/runs", headers={"X-API-Key": secrets["other"]})
-    assert found.json() == {"runs": []}
+    assert found.json() == {"runs": [], "next_run": None}
 
     body = pack([("GET", keys.incarnation_key(RUN))])
     headers = {"X-API-Key": secrets["other"], "Content-Type": COMMANDS}

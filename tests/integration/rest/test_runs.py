@@ -54,6 +54,23 @@ def add(client: redis.Redis, run: str, *uids: str, num_samples: int = 1) -> None
     add_prompts(client, run, prompts)
 
 
+def test_runs_are_listed_in_sorted_pages(api: RestApi, new_name: str) -> None:
+    names = [f"{new_name}-{number}" for number in range(3)]
+    for name in reversed(names):
+        api.post("runs", name=name, settings={"batch_groups": 1})
+
+    first = api.get("runs", from_run=names[0], limit=2)
+    second = api.get("runs", from_run=first["next_run"], limit=1)
+    whole = api.get("runs")
+
+    assert [line["run"] for line in first["runs"]] == names[:2]
+    assert [line["run"] for line in second["runs"]] == names[2:]
+    assert first["next_run"] == names[2]
+    assert whole["next_run"] is None
+    assert {*names} <= {line["run"] for line in whole["runs"]}
+    api.refused("GET", "runs?limit=1001", 422)
+
+
 def test_run_is_created_once_with_the_same_settings(
     api: RestApi, client: redis.Redis, new_name: str
 ) -> None:

@@ -83,9 +83,12 @@ class RunLine(BaseModel):
 
 
 class RunList(BaseModel):
-    """The runs that the key may use, sorted."""
+    """Runs that the key may use, sorted."""
 
     runs: list[RunLine]
+    next_run: str | None = Field(
+        description="`from_run` of the next page; null if there is no further run."
+    )
 
 
 class Steps(BaseModel):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import redis
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from fastapi.responses import Response
 
 from turnstream.batching.config.from_settings import config_from_settings, with_settings
@@ -39,6 +39,9 @@ from turnstream_server.keys.records import ApiKey
 
 router = APIRouter(tags=["runs"], route_class=SmallBodyRoute)
 
+_MAX_PAGE: Final = 1_000
+"""Runs of one response: each takes half a millisecond."""
+
 _CREATED: Final[dict[int | str, dict[str, Any]]] = {
     200: {"description": "A run of this name with the same settings exists."},
     201: {"description": "The run was created.", "model": Run},
@@ -67,10 +70,20 @@ async def post_run(new: NewRun, caller: Admin) -> Response:
     return await answer(caller, Run, lambda client: run_facts(client, new.name), status=status)
 
 
+FromRun = Annotated[str, Query(max_length=512, description="First run of the page, in order.")]
+Limit = Annotated[int, Query(ge=1, le=_MAX_PAGE, description="Runs of the page, at most.")]
+
+
 @router.get("/runs", response_model=RunList, summary="List runs")
-async def get_runs(caller: Read) -> Response:
-    """Return state and progress of every run that the key may use."""
-    return await answer(caller, RunList, lambda client: {"runs": _lines(client, caller.key)})
+async def get_runs(caller: Read, from_run: FromRun = "", limit: Limit = _MAX_PAGE) -> Response:
+    """Return state and progress of the runs that the key may use, sorted."""
+
+    def read(client: redis.Redis) -> dict[str, Any]:
+        allowed = [each for each in _runs_of(client, caller.key) if each >= from_run]
+        lines = [RunLine.model_validate(run_line(client, run)) for run in allowed[:limit]]
+        return {"runs": lines, "next_run": next(iter(allowed[limit:]), None)}
+
+    return await answer(caller, RunList, read)
 
 
 @router.get("/runs/{run}", response_model=Run, summary="Show a run")
@@ -129,9 +142,8 @@ async def remove_run(run: RunName, caller: Admin) -> Response:
     return await answer(caller, Deleted, delete)
 
 
-def _lines(client: redis.Redis, key: ApiKey) -> list[RunLine]:
-    allowed = [run for run in runs.list_runs(client) if not key.runs or RunId(run).name in key.runs]
-    return [RunLine.model_validate(run_line(client, run)) for run in allowed]
+def _runs_of(client: redis.Redis, key: ApiKey) -> list[RunId]:
+    return [run for run in runs.list_runs(client) if not key.runs or run.name in key.runs]
 
 
 def _revise(client: redis.Redis, run: str, revision: Revision) -> dict[str, Any]:
