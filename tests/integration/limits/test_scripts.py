@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from testkit.worst_calls import CONSTANT, WORST, has_loop, script_names
-from testkit.worst_calls.store import LimitStore
+from testkit.worst_calls.store import LimitStore, cpu_ms
 from turnstream.store.client.scripts import Command, run_command
 
 pytestmark = pytest.mark.redis
@@ -84,10 +84,3 @@ def store_ms(client: redis.Redis, command: Command) -> float:
     before = cpu_ms(client)
     run_command(client, command)
     return cpu_ms(client) - before
-
-
-def cpu_ms(client: redis.Redis) -> float:
-    """Return the CPU time of the thread of the server that runs commands."""
-    found: Any = client.info("cpu")
-    seconds = found["used_cpu_user_main_thread"] + found["used_cpu_sys_main_thread"]
-    return seconds * 1_000

@@ -89,6 +89,13 @@ def worst(builders: dict[str, Build]) -> Callable[[Build], Build]:
     return register
 
 
+def cpu_ms(client: redis.Redis) -> float:
+    """Return the CPU time of the thread of the server that runs commands."""
+    found: Any = client.info("cpu")
+    seconds = found["used_cpu_user_main_thread"] + found["used_cpu_sys_main_thread"]
+    return seconds * 1_000
+
+
 def ids_of(count: int, *, group: str = NAME) -> list[str]:
     """Return the ids of the first attempts of as many samples."""
     return [f"{group}/{sample}/0" for sample in range(count)]
