@@ -1,17 +1,19 @@
 """Manifests, and the seals and rewards that a plan is made of."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from testkit import sealed
+from testkit import manifest, sealed
 from turnstream.errors import (
     ConflictError,
     GroupTooLargeError,
     RecordError,
 )
 from turnstream.records.events import encode_event
+from turnstream.records.manifests import encode_manifest
 from turnstream.store.client import keys
 from turnstream.types import (
     Event,
@@ -29,11 +31,39 @@ from turnstream_server.bus.planning.manifests import (
     read_manifests,
 )
 from turnstream_server.bus.planning.trajectories import read_posted_rewards, read_seals
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
 
 
 async def open_and_seal(run: Any, *group_ids: str) -> None:
     for group_id in group_ids:
         await run.open(group_id, num_sealed=2)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "turn_advantages", "estimator", "num_flat"),
+    [
+        (0.0, (0.0,), "grpo", 1),
+        (0.5, (), "grpo", 0),
+        (0.0, (0.5,), "grpo", 0),  # only turns differ
+        (0.0, (), "gae", 0),  # the trainer estimates them
+    ],
+)
+async def test_batch_is_flat_if_no_member_has_an_advantage(
+    start_run: Any,
+    advantage: float,
+    turn_advantages: tuple[float, ...],
+    estimator: str,
+    num_flat: int,
+) -> None:
+    run = await start_run(estimator=estimator)
+    plan = manifest("g", run=run.name)
+    flat, other = (replace(each, advantage=0.0) for each in plan.groups[0].trajectories)
+    other = replace(other, advantage=advantage, turn_advantages=turn_advantages)
+    plan = replace(plan, groups=(replace(plan.groups[0], trajectories=(flat, other)),))
+    await run.client.xadd(run.keys.plan, {"r": encode_manifest(plan)}, id="1-0")
+    await run.client.hset(run.keys.frontier, "planned", 1)
+
+    assert read_snapshot(run.store, run.name).num_flat_groups == num_flat
 
 
 async def test_a_manifest_moves_its_trajectories_to_planned(run: Any) -> None:

@@ -134,6 +134,17 @@ async def test_a_trainer_that_goes_back_tells_the_plan_so_once(run: Any) -> None
     assert await rollbacks() == [RolledBack(step=1)]
 
 
+async def test_run_keeps_its_newest_16_rollbacks(run: Any) -> None:
+    await run.plan_steps(1)
+    for number in range(18):
+        session = await run.start(f"s{number}", BEGINNING)
+        await run.step(session, 1)
+
+    kept = [each.lineage for each in run.read_frontier().rollbacks]
+
+    assert kept == [f"main-{number}" for number in range(17, 1, -1)]
+
+
 async def test_the_checkpoint_of_an_abandoned_lineage_can_be_continued(run: Any) -> None:
     await run.plan_steps(3)
     session = await run.start("first")

@@ -18,7 +18,7 @@ from testkit.outboxes import OutboxDriver, driver_with_lane
 from turnstream.errors import ConflictError, StoreFullError, StoreUnavailableError
 from turnstream.generator.outbox.calls import SCRIPTS
 from turnstream.generator.outbox.receipts import Delivery
-from turnstream.generator.outbox.trajectory_queue import Lane
+from turnstream.generator.outbox.trajectory_queue import Lane, Queues
 from turnstream.store.client.backoff import FIRST_PAUSE_S
 from turnstream.store.client.keys import trajectory_keys
 
@@ -215,6 +215,22 @@ def test_a_round_is_bounded_but_takes_at_least_one_turn() -> None:
         [1],
         [2],
     ]  # the seal comes last
+
+
+def test_call_has_a_thousand_turns_or_256_seals_at_most() -> None:
+    driver, lane = driver_with_lane()
+    for _ in range(1_001):
+        driver.append(lane)
+    queues = Queues()
+    for size in [1] * 300 + [400_000] * 4 + [2 << 20]:
+        queues.seals.append(Lane(lane.key, lane.trajectory_id, seal_record=bytes(size)))
+
+    turns = [driver.record_counts(driver.answer(1)) for _ in range(2)]
+    seals = [[len(each.seal_record) for each in queues.take_seals()] for _ in range(5)]
+
+    assert turns == [[1_000], [1]]
+    assert [len(each) for each in seals] == [256, 46, 2, 1, 0]
+    assert seals[2:4] == [[400_000] * 2, [2 << 20]]  # a seal that is longer goes alone
 
 
 def test_fail_all_settles_every_write_and_keeps_idle_trajectories() -> None:

@@ -11,6 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 from turnstream.errors import InvalidConfigError
+from turnstream_server.jobs.plots import read_metrics
 from turnstream_server.trainer.reporting.metrics_files import find_metrics
 from turnstream_server.trainer.reporting.plot import draw, plot_metrics, running_mean
 from turnstream_server.trainer.reporting.sinks.json_lines import read_steps
@@ -123,7 +124,9 @@ def test_metrics_are_found_in_a_folder_a_job_or_a_file(source: str, tmp_path: Pa
     folder = tmp_path / "job/trainer" if source == "job" else tmp_path
     path = write(folder / "metrics.jsonl", [step(1)])
 
-    assert find_metrics(str(tmp_path / source), redis_url=AWAY) == path
+    found = read_metrics(str(tmp_path / source), redis_url=AWAY, folder=None)
+
+    assert found == (str(path), [step(1)])
 
 
 def test_a_folder_without_metrics_is_named_with_the_files_it_lacks(tmp_path: Path) -> None:
