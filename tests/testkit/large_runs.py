@@ -66,14 +66,15 @@ class LargeRun(LimitStore):
 
     def write(self) -> None:
         """Write the whole run; the counts of its ledger add up."""
-        self._ledger()
+        self.write_ledger()
         self._groups()
         self._events()
         self._past()
         self._plans()
         self._others()
 
-    def _ledger(self) -> None:
+    def write_ledger(self) -> None:
+        """Write the ledger, and nothing else."""
         entries = {key.trajectory_id: value for key, value in _entries()}
         self.fill(self.keys.ledger, entries.items())
         self.fill(self.keys.held, ((each, "70000") for each in entries))

@@ -15,7 +15,7 @@ import redis
 
 from testkit.gateway_process import GatewayProcess
 from testkit.ingest import ARROW
-from testkit.large_runs import NUM_EVENTS
+from testkit.large_runs import NUM_EVENTS, LargeRun
 from turnstream.batching.config import BatchingConfig
 from turnstream.records.events import EVENT_NAMES
 from turnstream.store.run.runs import create_run
@@ -131,6 +131,13 @@ def events(world: World) -> Iterator[Sent]:
         {"run": world.large}, query=f"start=oldest&kinds={kinds}", events=NUM_EVENTS, slices=slices
     )
     yield Sent({"run": world.long_events}, events=LONG_EVENTS, slices=LONG_EVENTS)
+
+
+def deletion(world: World) -> Iterator[Sent]:
+    """A run with a large ledger: the payload of each trajectory is removed."""
+    doomed = LargeRun(world.client, "doomed")
+    doomed.write_ledger()
+    yield Sent({"run": doomed.run})
 
 
 def _json(content: Any) -> bytes:
