@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import secrets
@@ -46,6 +47,8 @@ class ObservedApp:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # A body that is no HTTP ends the connection in this turn of the loop. To answer it would fail.
+        await asyncio.sleep(0)
         headers = Headers(scope=scope)
         exchange = _Exchange(receive, send, request_id=_request_id(headers))
         traceparent = headers.get("traceparent", "")

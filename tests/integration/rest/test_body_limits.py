@@ -124,3 +124,20 @@ def test_aborted_upload_is_no_error_of_the_gateway(
         wait_until(lambda: "POST /" in caplog.text, describe="the line of the request")
 
     assert [each.message for each in caplog.records if each.levelname in ("WARNING", "ERROR")] == []
+
+
+def test_body_that_is_no_http_is_no_error_of_the_gateway(
+    gateway: GatewayThread, new_key: NewKey, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, _, port = gateway.address.partition(":")
+    key = f"X-API-Key: {new_key('a')['X-API-Key']}"
+    for own in ([], [key], ["Origin: http://elsewhere.example"]):  # the last one is refused at once
+        lines = [f"POST {_REST} HTTP/1.1", "Host: x", "Transfer-Encoding: chunked", *own]
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall("\r\n".join([*lines, "", "no length\r\n{"]).encode())
+            answer = b"".join(iter(lambda: connection.recv(65_536), b""))
+
+        assert answer.startswith(b"HTTP/1.1 400 ")
+    wait_until(lambda: caplog.text.count("Invalid HTTP") == 3, describe="three warnings")
+
+    assert [each.message for each in caplog.records if each.levelname == "ERROR"] == []
