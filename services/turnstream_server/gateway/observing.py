@@ -47,7 +47,7 @@ class ObservedApp:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # A body that is no HTTP ends the connection in this turn of the loop. To answer it would fail.
+        # A body that is no HTTP ends the connection in this turn of the loop: no answer can follow.
         await asyncio.sleep(0)
         headers = Headers(scope=scope)
         exchange = _Exchange(receive, send, request_id=_request_id(headers))

@@ -23,7 +23,12 @@ from turnstream.worker.tensors import to_torch
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
-from turnstream_server.trainer.objectives.scores import Gather, one_rank
+from turnstream_server.trainer.objectives.scores import (
+    Gather,
+    KnownPart,
+    one_rank,
+    token_scores,
+)
 from turnstream_server.trainer.reports import UpdateReport
 
 LOSSES = [
@@ -420,3 +425,22 @@ def test_clipped_shares_count_ratios_on_either_side(
     assert report.statistics["clipped_low_share"] == pytest.approx(below.mean())
     assert report.statistics["clipped_high_share"] == pytest.approx(above.mean())
     assert report.clipped_share == pytest.approx((below | above).mean())
+
+
+def test_row_without_logprobs_is_weighed_by_rescaling_alone() -> None:
+    mini_batch = make_mini_batch()
+    part = to_torch(mini_batch)
+    assert part.logprobs_BR is not None
+    logprobs_BR = part.logprobs_BR.clone()
+    logprobs_BR[0, 0] = math.nan  # one trained token of the first row
+    part = replace(part, logprobs_BR=logprobs_BR)
+    old_BR = torch.full_like(logprobs_BR, -1.0)  # far from the others
+    scores, missing_B = token_scores(KnownPart(part, old_BR, None), old_BR)
+    objective = _objective(corrections=["mis:low=0.5,high=1.2", "rescaled"])
+
+    (prepared,) = objective.prepare([part], [scores], rows=mini_batch.rows, seed=0)
+
+    masked_BR, scale_BR = (each[0][part.trained_tokens[0]] for each in prepared.weights)
+    assert missing_B.tolist() == [True, False, False, False]
+    assert masked_BR.tolist() == [1.0] * 3
+    assert scale_BR.tolist() == [3.0] * 3  # the other six of nine trained tokens are dropped

@@ -263,7 +263,7 @@ class Objective:
 def adapted_coefficient(coefficient: float, *, kl: float, target: float, share: float) -> float:
     """Return the coefficient changed by at most `share` * 20 %, up if the KL is above its target.
 
-    The controller of arXiv:1909.08593, section 2.2. `share` is trajectories / horizon.
+    The controller of arXiv:1909.08593, section 2.2. `share` is trajectories / horizon, at most 1.
 
     >>> adapted_coefficient(0.1, kl=0.3, target=0.1, share=0.5)
     0.11000000000000001

@@ -268,7 +268,7 @@ class RowVeto(_RangeSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeqMaskTis(_RangeSettings):
-    """A mean ratio outside the range drops its row; the others have the token ratio as weight."""
+    """A geometric mean ratio outside the range drops its row; others weigh by the token ratio."""
 
     name: ClassVar[str] = "seq_mask_tis"
     corrects_ratio: ClassVar[bool] = True
@@ -307,7 +307,7 @@ class KlPenalty(NamedSettings):
         coefficient: factor of the KL, in units of the advantage per nat; with `target`, the first.
             0 in the loss measures the KL alone.
         target: mean KL in nats per trained token that the coefficient adapts to; None: no change.
-        horizon: trajectories in which the coefficient can double or halve, roughly.
+        horizon: trained trajectories in which the coefficient changes by at most a fifth, roughly.
         place: in the loss, or subtracted from the advantages, or from the rewards of the tokens
             before a critic estimates the advantages.
     """

@@ -107,9 +107,10 @@ def lacks_logprobs(part: RowTensors) -> bool:
 
 
 def filled_behaviour(part: RowTensors, fallback_BR: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the generator's log-probabilities, (B, R), and the rows without any, bool (B,).
+    """Return the generator's log-probabilities, (B, R), and the rows without them, bool (B,).
 
-    Those rows have the values of `fallback_BR`, so that their ratio to it is 1.
+    One trained token without is enough. Those rows have the values of `fallback_BR`, so that their
+    ratio to it is 1.
     """
     mask_BR = part.trained_tokens
     behaviour_BR = part.logprobs

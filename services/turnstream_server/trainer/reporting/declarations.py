@@ -87,7 +87,7 @@ METRICS: Final = (
         "policy",
         Metric("reward_mean", "gauge", "", "Mean reward of a trajectory.", is_optional=True),
         Metric("loss", "gauge", "", "Mean loss of the updates.", is_optional=True),
-        Metric("ratio", "gauge", "", "Mean of current / behaviour probability."),
+        Metric("ratio", "gauge", "", "Mean of current / old probability."),
         Metric("kl", "gauge", "nats", "Estimate of KL(behaviour || current)."),
         Metric("clipped_share", "gauge", "", "Share of the ratios outside the clip range."),
         Metric("clipped_low_share", "gauge", "", "Share of the ratios below the clip range."),
@@ -143,7 +143,7 @@ METRICS: Final = (
         Metric("num_trajectories", "counter", "trajectories", "Trajectories of the batch."),
         Metric("num_rows", "counter", "rows", "Rows, without inert ones."),
         Metric("num_inert_rows", "counter", "rows", "Rows that fill up a share, untrained."),
-        Metric("num_recomputed_rows", "counter", "rows", "Rows without old log-probabilities."),
+        Metric("num_recomputed_rows", "counter", "rows", "Rows that lack log-probabilities."),
         Metric("num_tokens", "counter", "tokens", "Tokens of the rows, without padding."),
         Metric("num_trained_tokens", "counter", "tokens", "Tokens in the loss."),
         Metric(

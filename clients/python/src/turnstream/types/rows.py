@@ -113,7 +113,8 @@ class Sequence:
         input_ids: int32 (T,), prompt then response.
         prompt_length: P; the response is the last T - P tokens.
         loss_mask: uint8 (T - P,), 0 on observed tokens.
-        logprobs: float32 (T - P,), 0.0 where masked; None where the turns had none.
+        logprobs: float32 (T - P,), 0.0 where masked; None where no turn had any, NaN at the
+            trained tokens of a turn without, next to others.
         rewards: float32 (T - P,).
         token_weights: float32 (T - P,), 0.0 where masked; None where the turns had none.
         version_runs: which weights sampled the response, covering T - P tokens.
@@ -226,7 +227,7 @@ class Rows:
         input_ids: int32, prompt then response.
         loss_mask: uint8, one per response token.
         logprobs: float32, one per response token; None if no row has any; NaN at the trainable
-            positions of a row without, in a batch where others have them.
+            positions of a turn without, in a batch where others have them.
         rewards: float32, one per response token.
         run_versions, run_counts: the version runs of every row, -1 for observed tokens.
         advantages: float32, one per response token, where the estimator tells tokens apart; it then

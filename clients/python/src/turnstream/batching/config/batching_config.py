@@ -55,7 +55,7 @@ class BatchingConfig:
             With "gae", advantages are 0 in a batch: a trainer with a critic estimates them.
         pass_k: k of "pass_at_k", 2 or more.
         baseline_weight: metric of a trajectory that weighs its reward in the baseline of "opo";
-            empty for its trained tokens, which are those of its turns if it is masked.
+            empty for its trained tokens, those included that its masks leave untrained.
         normalize_advantages: "batch" whitens the advantages of any estimator over the trained
             tokens of the batch: (x - mean) / sqrt(var + 1e-8).
         reward_source: origin of a trajectory's one reward. "outcome" is the reward of the seal; the
@@ -73,7 +73,8 @@ class BatchingConfig:
         row_weights: weight in the loss of each row of a trajectory with several rows: 1, an equal
             share of 1, or its share of the trajectory's trained tokens.
         merge: merge turns that continue each other into one row; False makes one row per turn.
-        overlong_length: response tokens above which a trajectory is too long; 0 means no limit.
+        overlong_length: sampled tokens of all turns, trained or not, above which a trajectory is
+            too long; 0 means no limit.
         overlong_buffer: response tokens before `overlong_length` over which the compared reward
             falls by up to 1; 0 leaves it unchanged.
         length_reward_weight: factor of the length reward, which is added to the compared reward.
