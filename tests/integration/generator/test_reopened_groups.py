@@ -241,3 +241,17 @@ def test_group_left_without_a_seal_is_named_in_one_warning(
     assert warnings[0].startswith(
         "group task-7: sample 1, 2, 3, 4, 5, 6, 7, 8 and 2 others left without a seal"
     )
+
+
+def test_refused_group_is_named_in_one_warning(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = store.new_run()
+    with Publisher(store.url, run) as publisher:
+        publisher.trajectory("g", 0, num_samples=2).append(ids("ab"), ids("c")).result(10)
+        with pytest.raises(ConflictError), publisher.group("g", 11):
+            pass
+
+    (warning,) = [each for each in caplog.messages if "was opened with 2 samples, not 11" in each]
+    assert "trajectory g/0/0, g/1/0" in warning
+    assert "g/7/0 and 3 others failed: " in warning

@@ -139,8 +139,7 @@ class Admissions:
         if refused.code == "WAIT":
             self._wait_for_capacity(admission, str(refused.error), refused.fact, now_s)
             return
-        for lane in admission.lanes:
-            self._tracker.refuse(lane, refused, now_s)
+        self._tracker.refuse(admission.lanes, refused, now_s)
         if any(lane.error is None for lane in admission.lanes):
             self._tracker.resend_buffer.keep(admission, now_s=now_s)
         admission.opened.settle(None, refused.error)
@@ -251,8 +250,7 @@ class Admissions:
 
     def _reject(self, admission: Admission, error: TurnstreamError) -> None:
         self._queues.withdraw_admission(admission)
-        for lane in admission.lanes:
-            self._tracker.fail(lane, error)
+        self._tracker.fail(admission.lanes, error)
         admission.opened.settle(None, error)
 
     def _abandon_late(self, admission: Admission, answers: Sequence[Any]) -> None:

@@ -33,10 +33,13 @@ _logger = logging.getLogger(__name__)
 
 
 class Heartbeats:
-    """The leases of one publisher; `fail` ends a trajectory with an error."""
+    """The leases of one publisher; `fail` ends trajectories with an error."""
 
     def __init__(
-        self, target: TargetRun, writer: str, fail: Callable[[Lane, TurnstreamError], None]
+        self,
+        target: TargetRun,
+        writer: str,
+        fail: Callable[[Sequence[Lane], TurnstreamError], None],
     ) -> None:
         self._target = target
         self._writer = writer
@@ -95,13 +98,12 @@ class Heartbeats:
                 continue
             refused = parse_refusal(state.decode())
             if not lane.is_ending or _is_gone_unwritten(lane, refused):
-                self._fail(lane, refused.error)
+                self._fail([lane], refused.error)
 
     def _not_renewed(self, lanes: Sequence[Lane], refused: Refusal, _: float) -> None:
         _logger.warning("run %s: leases cannot be renewed: %s", self._target.run, refused.error)
         if isinstance(refused.error, RunNotFoundError):
-            for lane in [lane for lane in lanes if not lane.is_ending]:
-                self._fail(lane, refused.error)
+            self._fail([lane for lane in lanes if not lane.is_ending], refused.error)
 
     def sent(self, now_s: float) -> None:
         """Record that heartbeats were sent; the next follow after the interval."""

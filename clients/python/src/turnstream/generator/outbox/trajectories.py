@@ -41,6 +41,7 @@ from turnstream.store.client.replies import Refusal, parse_refusal
 from turnstream.store.client.scripts import Command
 from turnstream.store.run.leases import adopt_command
 from turnstream.types import TrajectoryKey
+from turnstream.types.names import few_of
 
 _logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class TrajectoryTracker:
             lane.epoch = lane.earlier_epoch  # its seal had been posted, and the answer was lost
             self.queues.seals.append(lane)
             return None
-        self.fail(lane, refused.error)
+        self.fail([lane], refused.error)
         return refused.error
 
     def _stored(self, lane: Lane, num_turns: int, seals: bool, num_new: int, now_s: float) -> None:
@@ -165,7 +166,7 @@ class TrajectoryTracker:
                 lane.is_doubted = True  # an answer may be lost: the payload decides
                 self.advance(lane)
             else:
-                self.fail(lane, refused.error)
+                self.fail([lane], refused.error)
 
     def _end_sealed(self, lane: Lane, now_s: float) -> None:
         """End a lane whose seal the run has."""
@@ -174,12 +175,16 @@ class TrajectoryTracker:
             self.inflight.add("merged_tokens", lane.merged_tokens)
         self.end_well(lane, now_s)
 
-    def refuse(self, lane: Lane, refused: Refusal, now_s: float) -> None:
-        """Fail a lane of which the store refused something, unless the store has it all."""
-        if not self._is_beyond(lane, refused, now_s):
-            error = why_refused(lane, refused)
-            self._count_conflict(lane, error)
-            self.fail(lane, error)
+    def refuse(self, lanes: Sequence[Lane], refused: Refusal, now_s: float) -> None:
+        """Fail lanes of which the store refused something, unless the store has all of them."""
+        failed: dict[str, tuple[TurnstreamError, list[Lane]]] = {}
+        for lane in lanes:
+            if not self._is_beyond(lane, refused, now_s):
+                error = why_refused(lane, refused)
+                self._count_conflict(lane, error)
+                failed.setdefault(str(error), (error, []))[1].append(lane)
+        for error, same in failed.values():
+            self.fail(same, error)
 
     def _is_beyond(self, lane: Lane, refused: Refusal, now_s: float) -> bool:
         """Whether a refusal is no failure: the store has it all, or the payload has to show it."""
@@ -204,7 +209,7 @@ class TrajectoryTracker:
             Call(
                 abandon_command(self.run, self.writer, lane),
                 partial(self._abandoned, lane),
-                partial(self.refuse, lane),
+                partial(self.refuse, [lane]),
                 partial(queues.abandons.appendleft, lane),
             )
             for lane in queues.take_abandons()
@@ -232,7 +237,7 @@ class TrajectoryTracker:
             storing = Call(
                 payload_command(self.run, self.writer, lane, num_turns=num_turns, seals=seals),
                 partial(self._stored, lane, num_turns, seals),
-                partial(self.refuse, lane),
+                partial(self.refuse, [lane]),
                 partial(self.queues.put_back_payload, lane),
             )
             calls.append(storing)
@@ -243,8 +248,7 @@ class TrajectoryTracker:
         self.end_well(lane, now_s)
 
     def _not_posted(self, lanes: Sequence[Lane], refused: Refusal, _: float) -> None:
-        for lane in lanes:
-            self.fail(lane, refused.error)
+        self.fail(lanes, refused.error)
 
     def _adopt_again(self, lane: Lane) -> None:
         """Queue the adoption of a lane that was adopted before a restart."""
@@ -254,7 +258,7 @@ class TrajectoryTracker:
             self.opened(lane, answer[0], now_s)
 
         def refuse(refused: Refusal, now_s: float) -> None:
-            self.refuse(lane, refused, now_s)
+            self.refuse([lane], refused, now_s)
             self.resend_buffer.keep(Adopted(lane), now_s=now_s)
 
         def command() -> Command:
@@ -287,10 +291,13 @@ class TrajectoryTracker:
             self.advance(lane)
         self.heartbeats.failed()
 
-    def fail(self, lane: Lane, error: TurnstreamError) -> None:
-        """End a lane with this error."""
-        _logger.warning("run %s: trajectory %s failed: %s", self.run, lane.key.readable_name, error)
-        self.end(lane, error)
+    def fail(self, lanes: Sequence[Lane], error: TurnstreamError) -> None:
+        """End lanes with this error, which is logged once."""
+        if lanes:
+            names = few_of([lane.key.readable_name for lane in lanes])
+            _logger.warning("run %s: trajectory %s failed: %s", self.run, names, error)
+        for lane in lanes:
+            self.end(lane, error)
 
     def end_well(self, lane: Lane, now_s: float) -> None:
         """End a lane whose end the run has acknowledged; only its seal is still needed.
