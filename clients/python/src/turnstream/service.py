@@ -82,8 +82,8 @@ class Service:
             if is_http(self.url):
                 what, command = "gateway", "turnstream serve gateway"
             raise StoreUnavailableError(
-                f"no {what} answers at {address_of(self.url)}: {error.message}. Start one with "
-                f"`{command}`, or set {URL_VARIABLE}=redis://host:port",
+                f"no {what} answers at {address_of(self.url)}: {error.message.rstrip('.')}. "
+                f"Start one with `{command}`, or set {URL_VARIABLE}=redis://host:port",
                 error.reasons,
                 error.retry_after_s,
             ) from error

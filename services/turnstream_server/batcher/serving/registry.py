@@ -67,7 +67,7 @@ class RunRegistry:
         except RunNotFoundError:  # the name of a deleted run may be left over
             return
         except UnknownFormatError as error:
-            logger.warning("this replica plans nothing: %s", error)
+            logger.warning("this replica does not plan a run: %s", error)
             return
         has_ended = frontier.is_finished and not await is_evaluating(self._client, run)
         if not has_ended and not self._takes_part(run):
