@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from testkit.stored_keys import declared_type
 from turnstream.store.client import keys
 from turnstream.types import TrajectoryKey
+from turnstream.types.names import file_name
 
 # A name that is no valid Unicode has no bytes, and so no key.
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40)
@@ -35,6 +38,15 @@ def test_any_trajectory_id_can_be_read(group_id: str, sample: int, attempt: int)
 def test_a_name_that_is_empty_or_too_long_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="1 to 512 are allowed"):
         keys.encode_name(name)
+
+
+def test_names_of_every_length_have_files_of_their_own(tmp_path: Path) -> None:
+    long = ["a" * 255, "a" * 256, "a" * 511 + "b", "a" * 512, "ä" * 85]
+
+    for name in long:
+        (tmp_path / file_name(name)).mkdir()
+
+    assert file_name(long[0]) == long[0]
 
 
 def test_all_keys_of_a_run_share_a_slot() -> None:

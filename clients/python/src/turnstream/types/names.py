@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 import reprlib
 import urllib.parse
@@ -14,6 +15,8 @@ from turnstream.errors import InvalidConfigError, InvalidTurnError
 MAX_NAME_LENGTH = 512
 """Longest encoded name of a run or group: the ledger keeps one in memory per trajectory."""
 
+_MAX_FILE_NAME = 255
+_CUT_FILE_NAME = 200
 _SHOWN_LENGTH = 80
 _SHOWN_BITS = 128
 _SHOWN_NUMBERS = 8
@@ -127,13 +130,21 @@ later runs of a name do; choose another name
 def file_name(name: str) -> str:
     """Return the name of a file or folder for the name of a run, a model or a checkpoint.
 
+    File systems allow 255 bytes. A longer name is cut, and ends in `~` and a digest. No other file
+    name has a `~`.
+
     >>> file_name("a/b"), file_name("v1.0"), file_name("..")
     ('a%2Fb', 'v1.0', '%2E%2E')
+    >>> file_name("a" * 300)[180:]
+    'aaaaaaaaaaaaaaaaaaaa~9835fa6bf4e20a9b9ea812506302e989'
 
     Raises:
         ValueError: as `encode_name`.
     """
     encoded = encode_name(name)
+    if len(encoded) > _MAX_FILE_NAME:
+        digest = hashlib.sha256(encoded.encode()).hexdigest()[:32]
+        return f"{encoded[:_CUT_FILE_NAME]}~{digest}"
     return encoded.replace(".", "%2E") if encoded in (".", "..") else encoded
 
 
