@@ -512,6 +512,19 @@ def test_the_responses_api_is_refused_by_its_name(given: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        {"error": {"message": "no such model", "code": 404}},
+        {"object": "error", "message": "no such model", "code": 404},
+        [{"choices": [{"index": 0, "delta": {}}]}, {"error": {"message": "no such model"}}],
+    ],
+)
+def test_error_of_a_server_is_refused_with_its_message(given: Any) -> None:
+    with pytest.raises(InvalidTurnError, match=r"^error: the server .* an error: .*no such model"):
+        from_openai(given)
+
+
+@pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
         (CHAT, {"token_ids": None}, r"^choices\[0\]\.token_ids: is missing: .*return_token_ids=tr"),

@@ -25,19 +25,19 @@ def whole_response(response: Any) -> Any:
     """Return the chunks of a stream as the JSON of one response; a response as it is.
 
     Raises:
-        InvalidTurnError: the response is one of the Responses API, is not finished, or has chunks
-            of several responses.
+        InvalidTurnError: the response is one of the Responses API, is an error, is not finished, or
+            has chunks of several responses.
     """
     if isinstance(response, AsyncIterable):
         raise InvalidTurnError(
             "choices", "cannot be read from an asynchronous stream: give a list of its chunks"
         )
     if not isinstance(response, list | tuple | Iterator):
-        _refuse_responses_api(response)
+        _refuse_other(response)
         return response
     chunks: list[Any] = list(response)
     for chunk in chunks:
-        _refuse_responses_api(chunk)
+        _refuse_other(chunk)
     if not chunks or any(not _is_chunk(chunk) for chunk in chunks):
         return chunks
     if len(names := {field_of(chunk, "id") for chunk in chunks}) > 1:
@@ -45,13 +45,17 @@ def whole_response(response: Any) -> Any:
     return _joined(chunks)
 
 
-def _refuse_responses_api(response: Any) -> None:
+def _refuse_other(response: Any) -> None:
     kind = field_of(response, "object") or field_of(response, "type")
     if kind == "response" or (isinstance(kind, str) and kind.startswith("response.")):
         raise InvalidTurnError(
             "object",
             f"{kind!r} is of the Responses API, which returns no token ids: call "
             "client.chat.completions.create or client.completions.create",
+        )
+    if (error := field_of(response, "error")) or kind == "error":
+        raise InvalidTurnError(
+            "error", f"the server has answered with an error: {shown(error or response)}"
         )
 
 
