@@ -8,13 +8,15 @@
     export TINKER_BASE_URL=http://127.0.0.1:7601 TINKER_API_KEY=tml-local
     cookbook/bin/python examples/tinker_recipes.py --model byte --folder recipes
 
-Each line of the output says what a recipe has learned, such as `format 0.13 -> 0.85`. A recipe that
-learns less than its check asks for fails. A recipe whose metrics show no learning only has to end.
-Data sets are synthetic files in the places where the recipes look for hub data.
+Each line of the output says what a recipe has learned, such as `format 0.46 -> 0.88`. A recipe that
+learns less than its check asks for fails: `--learning-rate 0` shows it. A recipe whose metrics show
+no learning only has to end. Data sets are synthetic files in the places where the recipes look for
+hub data.
 
-The first recipe teaches the model the form of sums and answers. RL on sums starts from its
-checkpoint. It earns most of its reward for answers that end in time, the metric `format`: a model
-of this size does not learn to add.
+The first recipe teaches the model to answer half of the sums with the number, and half with a
+sentence. RL on sums starts from its checkpoint, and a sentence is longer than its answers may be.
+So about half of the first answers end in time, the metric `format`, and RL learns to prefer the
+number. A model of this size does not learn to add.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 NAMES: Final = (
@@ -41,7 +45,9 @@ _BYTE: Final = "model_name=tiny/byte renderer_name=role_colon"
 _AGAIN: Final = "behavior_if_log_dir_exists=delete"
 _ADDITION: Final = f"math_rl.train {_BYTE} {_AGAIN} env=arithmetic load_checkpoint_path={{state}}"
 _IS: Final = "loss_fn=importance_sampling"
-_SMALL: Final = "group_size=8 groups_per_batch=8 max_tokens=12 learning_rate=1e-4 max_steps=20"
+_SMALL: Final = "group_size=8 groups_per_batch=8 max_tokens=12 learning_rate=3e-4 max_steps=30"
+_FIRST: Final = 3
+"""Steps whose mean is what a recipe begins with."""
 
 Metrics = list[dict[str, Any]]
 Check = Callable[[Metrics], str]
@@ -72,9 +78,17 @@ def main() -> None:
     failed = 0
     for recipe in RECIPES:
         if recipe.name == RECIPES[0].name or recipe.name in names:
-            failed += not run(recipe, folder)
+            failed += not run(with_rate(recipe, options.learning_rate), folder)
     plot_reward(folder)
     sys.exit(1 if failed else 0)
+
+
+def with_rate(recipe: Recipe, learning_rate: float | None) -> Recipe:
+    """Return a recipe with this learning rate, if one is given; the first recipe keeps its own."""
+    if learning_rate is None or recipe.name == RECIPES[0].name:
+        return recipe
+    words = [each for each in recipe.command.split() if not each.startswith("learning_rate=")]
+    return recipe._replace(command=" ".join([*words, f"learning_rate={learning_rate:g}"]))
 
 
 def run(recipe: Recipe, folder: Path) -> bool:
@@ -140,18 +154,27 @@ def has_sampled_logprobs(metrics: Metrics) -> str:
 
 
 def rises(metrics: Metrics, name: str, *, by: float) -> str:
-    """Check that the mean of a metric over the last third of the steps is above the first one."""
+    """Check that a metric rises, by this much and by four standard errors.
+
+    Compared are the means of the first three steps and of the last third. The noise of a step is
+    that of the differences between neighbours, which a steady rise hardly changes.
+    """
     values = column(metrics, name)
-    third = max(1, len(values) // 3)
-    first, last = (sum(each) / third for each in (values[:third], values[-third:]))
-    change = f"{name.rpartition('all/')[2]} {first:.3f} -> {last:.3f}"
-    assert last >= first + by, f"{change}, wanted {by:g} more"
+    first, last = values[:_FIRST], values[-(len(values) // 3) :]
+    assert len(last) >= _FIRST, f"{name} has {len(values)} steps"
+    noise = fmean((after - before) ** 2 / 2 for before, after in pairwise(values)) ** 0.5
+    error = noise * (1 / len(first) + 1 / len(last)) ** 0.5
+    rise = fmean(last) - fmean(first)
+    label = name.rpartition("all/")[2]
+    change = f"{label} {fmean(first):.3f} -> {fmean(last):.3f} ({rise:+.3f} ± {error:.3f})"
+    wanted = max(by, 4 * error)
+    assert rise >= wanted, f"{change}, wanted {wanted:.3f} more"
     return change
 
 
 def format_rises(metrics: Metrics) -> str:
-    """Check that more answers end in time: by a tenth of all."""
-    return rises(metrics, "env/all/format", by=0.1)
+    """Check that more answers end in time: by 0.15 of all."""
+    return rises(metrics, "env/all/format", by=0.15)
 
 
 def on_policy_format_rises(metrics: Metrics) -> str:
@@ -161,7 +184,7 @@ def on_policy_format_rises(metrics: Metrics) -> str:
 
 def on_policy_reward_rises(metrics: Metrics) -> str:
     """Check that the mean reward rises, and that samples have the log-probabilities of training."""
-    change = rises(metrics, "env/all/reward/total", by=0.02)
+    change = rises(metrics, "env/all/reward/total", by=0.03)
     return f"{change}, {has_sampled_logprobs(metrics)}"
 
 
@@ -192,16 +215,8 @@ RECIPES: Final = (
         "num_epochs=3 learning_rate=0.02",
         nll_falls,
     ),
-    Recipe(
-        "rl",
-        f"{_ADDITION} {_IS} {_SMALL}",
-        on_policy_format_rises,
-    ),
-    Recipe(
-        "rl_async",
-        f"{_ADDITION} {_IS} {_SMALL} max_steps_off_policy=2",
-        format_rises,
-    ),
+    Recipe("rl", f"{_ADDITION} {_IS} {_SMALL}", on_policy_format_rises),
+    Recipe("rl_async", f"{_ADDITION} {_IS} {_SMALL} max_steps_off_policy=2", format_rises),
     Recipe(
         "rl_ppo",
         f"{_ADDITION} loss_fn=ppo {_SMALL} num_substeps=2 compute_post_kl=True",
@@ -252,7 +267,7 @@ RECIPES: Final = (
         "numerics",
         "rl_numerics_check.train model_name=Qwen/Qwen3.5-9B "
         "renderer_name=qwen3_5_disable_thinking group_size=8 groups_per_batch=4 max_tokens=96 "
-        "max_steps=8 learning_rate=3e-3 task.num_pages_min=2 task.num_pages_max=3 "
+        "max_steps=9 learning_rate=3e-3 task.num_pages_min=2 task.num_pages_max=3 "
         "task.page_chars=300 max_trajectory_tokens=8192",
         on_policy_reward_rises,
     ),
@@ -287,7 +302,7 @@ def prepare(folder: Path, model: Path) -> None:
         for file in model.glob("*.json"):
             shutil.copy(file, folder / name)
     rng = random.Random(0)
-    _write(folder / "addition.jsonl", [{"messages": each} for each in _dialogs(rng, 512)])
+    _write(folder / "addition.jsonl", [{"messages": each} for each in _two_forms(rng, 512)])
     for split, count in (("train", 512), ("test", 64)):
         _write_split(folder, rng, split=split, count=count)
     questions = [(ask["content"], answer["content"]) for ask, answer in _dialogs(rng, 512)]
@@ -346,6 +361,14 @@ def _dialogs(rng: random.Random, count: int) -> Iterator[list[dict[str, str]]]:
         ]
 
 
+def _two_forms(rng: random.Random, count: int) -> Iterator[list[dict[str, str]]]:
+    """Yield sums as RL asks them, after an example; half of the answers are a long sentence."""
+    example = [{"role": "user", "content": "What is 4 + 5?"}, {"role": "assistant", "content": "9"}]
+    for place, (ask, answer) in enumerate(_dialogs(rng, count)):
+        sentence = f"You asked me: {ask['content']} It is {answer['content']}."
+        yield [*example, ask, {**answer, "content": sentence} if place % 2 else answer]
+
+
 def _declare(folder: Path, name: str, splits: Sequence[str]) -> None:
     """Add a configuration to the data set of a folder."""
     readme = folder / "README.md"
@@ -366,6 +389,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("recipe", nargs="*", help="names of recipes; default: all")
     parser.add_argument("--model", type=Path, default=Path("byte"), help="folder of the model")
     parser.add_argument("--folder", type=Path, default=Path("recipes"), help="receives all files")
+    parser.add_argument("--learning-rate", type=float, help="replaces that of the recipes named")
     parser.add_argument("--base-models", metavar="FOLDER", help="print the options of `up`")
     return parser.parse_args()
 
