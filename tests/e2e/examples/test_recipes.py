@@ -50,8 +50,9 @@ def test_recipes_learn_and_without_a_learning_rate_fail(job: Job, tmp_path: Path
             text=True,
             check=False,
         )
-        assert not done.stderr, done.stderr
-        return {line.split()[0]: line for line in done.stdout.splitlines()}
+        lines = {line.split()[0]: line for line in done.stdout.splitlines()}
+        assert {*RECIPES} <= {*lines}, done.stderr
+        return lines
 
     learned, still = results(), results("--learning-rate", "0")
 
