@@ -19,7 +19,7 @@ import pytest
 import redis
 from hypothesis import Phase, settings
 
-from testkit import servers, wait_until
+from testkit import cpu_report, servers, wait_until
 from testkit.stored_keys import declared_type
 from turnstream.batching.config import BatchingConfig
 from turnstream.store.client.connection import connect
@@ -57,6 +57,16 @@ _MARKS = {"redis": {*_SERVERS, "house_at"}, "grpc": {"house", "house_at"}}
 
 _numbers = itertools.count(1)
 _checked_keys: dict[int, set[bytes]] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--cpu-report FILE`."""
+    parser.addoption(cpu_report.OPTION, metavar="FILE", help="write the CPU seconds of each test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure the tests where this is asked for."""
+    cpu_report.register(config)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
