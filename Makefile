@@ -28,7 +28,7 @@ PYPROJECTS := pyproject.toml clients/python/pyproject.toml
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check bench figures mutate simulate chaos fuzz proto
+.PHONY: help setup demo test campaign check bench figures mutate simulate chaos fuzz proto
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -40,8 +40,12 @@ demo: $(STAMP) ## run the main job: all services as processes, live generators, 
 
 # Three processes also on two cores: who tests leases and deadlines waits most of the time. With debug ranges, a thread
 # that logs a traceback parses source, and CPython 3.11 breaks a parse of pytest's at the same time.
-test: $(STAMP) ## all tests: unit, contract, integration, e2e
+test: $(STAMP) ## all tests but those of `make campaign`: unit, contract, integration, e2e
 	PYTHONNODEBUGRANGES=1 $(BIN)/pytest -q -n 3 --dist worksteal tests
+
+campaign: $(STAMP) ## hours, each night and before a release: faults, redis-server, older SDKs, 500 examples
+	HYPOTHESIS_PROFILE=campaign PYTHONNODEBUGRANGES=1 $(BIN)/pytest -q -n 3 --dist worksteal -o timeout=1800 \
+	  -m "campaign or hypothesis" tests
 
 check: $(STAMP) ## the quick loop: lint, types, layers, unit and contract tests
 	$(BIN)/ruff check

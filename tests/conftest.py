@@ -14,25 +14,28 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import redis
 from hypothesis import Phase, settings
 
-from testkit import cpu_report, servers, wait_until
+from testkit import cpu_report, forked, servers, wait_until
 from testkit.stored_keys import declared_type
 from turnstream.batching.config import BatchingConfig
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.jobs import stack
 
 # Examples differ from run to run at a desk, where a new failure is welcome, and never on CI.
 # No deadlines: two busy cores make one example slow and the next one fast.
-settings.register_profile("dev", max_examples=50, deadline=None)
-settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True)
+settings.register_profile("dev", max_examples=25, deadline=None)
+settings.register_profile("ci", settings.get_profile("dev"), derandomize=True)
+settings.register_profile("campaign", settings.get_profile("dev"), max_examples=500)
 # A check for any failing example needs no small one.
 unshrunk = [phase for phase in Phase if phase not in (Phase.shrink, Phase.explain)]
-settings.register_profile("any", settings.get_profile("dev"), phases=unshrunk)
+settings.register_profile("any", settings.get_profile("dev"), max_examples=100, phases=unshrunk)
 settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
 )
@@ -71,11 +74,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Mark the tests by the fixtures that they use."""
+    """Mark the tests by the fixtures and the servers that they use."""
     for item in items:
         for mark, names in _MARKS.items():
             if not names.isdisjoint(getattr(item, "fixturenames", ())):
                 item.add_marker(mark)
+        if servers.runs_in_the_campaign(item):
+            item.add_marker("campaign")
 
 
 server = servers.shared_server
@@ -141,6 +146,13 @@ def new_run() -> Callable[..., str]:
         return run
 
     return make
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_services() -> Iterator[None]:
+    """Fork what a `Stack` of a test starts: imports take seconds of a core."""
+    with patch.object(stack, "subprocess", forked.Subprocess):
+        yield
 
 
 @pytest.fixture(autouse=True)

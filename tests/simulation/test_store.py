@@ -123,6 +123,7 @@ def test_every_simulated_command_is_compared() -> None:
 
 
 @pytest.mark.redis
+@pytest.mark.hypothesis
 def test_random_commands_have_the_replies_of_a_server(client: redis.Redis) -> None:
     sha = str(client.script_load(CALL.decode())).encode()
 

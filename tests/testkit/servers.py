@@ -1,6 +1,7 @@
 """Stores of the tests, and fixtures that a family's conftest.py assigns to the names of its own.
 
-Tests run on the embedded server. Families whose subject is the store run on redis-server too::
+Tests run on the embedded server. Families whose subject is the store run on redis-server too, most
+of them in `make campaign` alone::
 
     server, own_server = servers.server_of_each_kind, servers.own_server_of_each_kind
 """
@@ -22,6 +23,13 @@ from turnstream.store.client.connection import connect
 from turnstream_server.embedded import EmbeddedServer, EmbeddedServerError, find_binary
 
 SERVER_KINDS = ["valkey", "redis-server"]
+
+
+def runs_in_the_campaign(item: pytest.Function) -> bool:
+    """Return whether a test is on redis-server, and none of those that run each script there."""
+    kinds = getattr(item, "callspec", None)
+    is_second = kinds is not None and "redis-server" in kinds.params.values()
+    return is_second and item.get_closest_marker("both_servers") is None
 
 
 class MortalServer(EmbeddedServer):

@@ -26,7 +26,7 @@ from turnstream.types import (
     TrajectoryState,
 )
 
-search = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+search = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 DAMAGED = 1
 """Sample of the group that is damaged."""

@@ -194,6 +194,7 @@ async def test_announcing_the_same_again_changes_nothing(run: Any) -> None:
         await announce(run, version(1))
 
 
+@pytest.mark.both_servers
 async def test_a_version_is_never_used_for_other_weights(run: Any) -> None:
     await run.start("s")
     await announce(run, version(5))

@@ -37,6 +37,7 @@ async def test_time_of_a_run_advances_with_the_clock_of_its_leader(run: Any) -> 
     assert leader.at(81.0) == first_ms + 11_000
 
 
+@pytest.mark.both_servers
 async def test_only_part_of_a_leaders_standstill_counts(run: Any) -> None:
     leader = term(run)
     first_ms = await run.run_ms()

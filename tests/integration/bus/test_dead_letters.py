@@ -121,6 +121,7 @@ async def test_dead_letter_whose_payload_is_lost_is_shown(run: Any) -> None:
     assert (letter.reason, seal.record, seal.content) == ("checksum", b"", None)
 
 
+@pytest.mark.both_servers
 async def test_discard_keeps_the_reason_and_frees_the_bytes(run: Any) -> None:
     await add(run, "g/1/0")
     held = run.held().stored
@@ -174,6 +175,7 @@ async def test_oldest_dead_letters_are_discarded_above_the_limit(run: Any) -> No
 EVENT = f"{2**52}-1"
 
 
+@pytest.mark.both_servers
 async def test_rejected_event_is_kept_once(run: Any) -> None:
     assert await reject(run, EVENT, b"junk")
     assert not await reject(run, EVENT, b"junk")

@@ -97,6 +97,7 @@ async def test_the_longer_deadline_of_the_run_is_the_latest(start_run: Callable[
     assert await run.fire() == HOUR_MS
 
 
+@pytest.mark.both_servers
 async def test_a_deadline_from_before_the_run_had_none_stays_where_it_was(run: Any) -> None:
     await run.open("a")
     due_ms = await run.run_ms() + HOUR_MS

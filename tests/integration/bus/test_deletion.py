@@ -87,6 +87,7 @@ async def test_every_kind_of_key_goes_and_other_runs_stay_as_they_are(run: Any) 
     assert read_ledger(client, other).accepted == 2
 
 
+@pytest.mark.both_servers
 async def test_planner_trainer_and_readers_get_run_not_found(run: Any) -> None:
     client, name = run.store, run.name
     await run.plan_steps(2)

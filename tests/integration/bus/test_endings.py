@@ -90,6 +90,7 @@ async def test_group_of_an_open_run_is_never_orphaned(run: Any) -> None:
         assert await end(run, free=0) == 0
 
 
+@pytest.mark.both_servers
 async def test_deadline_of_an_orphaned_group_is_fired(run: Any) -> None:
     await abandoned(run, "free", 2)
     await run.client.zadd(run.keys.deadlines, {"group:free": 1})
@@ -117,6 +118,7 @@ async def test_group_that_changed_in_between_is_not_ended(
     assert await find(run, "free") == left
 
 
+@pytest.mark.both_servers
 async def test_run_finished_is_written_once_after_the_last_event(run: Any) -> None:
     close(run)
     last = await position(run)
@@ -209,6 +211,7 @@ async def test_ending_an_evaluation_again_changes_nothing(run: Any) -> None:
         await settle(run, ended())
 
 
+@pytest.mark.both_servers
 async def test_a_group_for_training_is_never_evaluated(run: Any) -> None:
     await run.open("e", num_sealed=1)
 

@@ -17,6 +17,7 @@ async def ended_group(run: Any, group_id: str, state: TrajectoryState) -> None:
     await run.settle(group_id, state, 0, 1)
 
 
+@pytest.mark.both_servers
 @pytest.mark.parametrize("end", [*DROPPED, "dead:discarded"])
 async def test_an_end_of_every_kind_is_found(run: Any, end: str) -> None:
     entries = {"a/0/0": f"{end}:why", "a/1/0": "sealed:1", "b/0/0": "dead:checksum"}
@@ -190,6 +191,7 @@ async def test_surplus_of_a_group_that_is_gone_can_still_be_settled(released: An
     assert (await released.hash_of("ledger"))[b"late/2/0"] == b"surplus:why"
 
 
+@pytest.mark.both_servers
 async def test_folding_removes_members_deadlines_refills_and_leases(start_run: Any) -> None:
     run = await start_run(
         group_deadline_s=3600,

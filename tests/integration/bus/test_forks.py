@@ -263,6 +263,7 @@ async def test_a_rollback_in_a_fork_keeps_its_name_in_the_lineage(origin: Any) -
     assert lineages == [f"{base}-1", f"{base}-2"]
 
 
+@pytest.mark.both_servers
 async def test_fork_starts_with_the_config_in_force_and_no_pending_revision(origin: Any) -> None:
     client, name = origin.store, "fork of a revised run"
     first = read_config(client, origin.name)[1]

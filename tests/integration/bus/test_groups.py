@@ -163,6 +163,7 @@ async def test_open_members_of_a_planned_group_are_surplus(run: Any) -> None:
     run.ledger().check()
 
 
+@pytest.mark.both_servers
 async def test_members_are_settled_each_with_its_own_reason(run: Any) -> None:
     await run.open("a", num_samples=3, num_sealed=1)
     await run.seal("a", 1, awaits_reward=True)
@@ -181,6 +182,7 @@ async def test_members_are_settled_each_with_its_own_reason(run: Any) -> None:
     run.ledger().check()
 
 
+@pytest.mark.both_servers
 async def test_the_event_of_a_choice_that_is_sent_twice_is_there_once(run: Any) -> None:
     await run.open("a")
 

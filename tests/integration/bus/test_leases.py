@@ -220,6 +220,7 @@ async def send_all(outbox: Outbox, link: Link, *, now_s: float) -> None:
         outbox.answered(sent, replies=replies, now_s=now_s)
 
 
+@pytest.mark.both_servers
 async def test_late_turn_writes_nothing_and_its_writer_gets_an_error(run: Any, server: Any) -> None:
     # A late turn was stored although no ledger named it, so it was never released.
     limits = {"max_inflight_bytes": 1 << 20, "timeout_s": 10.0, "admission_timeout_s": 10.0}

@@ -174,6 +174,7 @@ async def test_an_observer_that_cannot_be_is_refused(run: Any, wrong: Any, field
     assert not await run.client.exists(run.keys.observers)
 
 
+@pytest.mark.both_servers
 async def test_observer_is_of_its_owner_and_no_step_beyond_the_planned(run: Any) -> None:
     mine: Any = {"owner": "me", "is_admin": False}
     other: Any = {"owner": "other", "is_admin": False}

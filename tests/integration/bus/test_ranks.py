@@ -129,6 +129,7 @@ async def test_new_session_continues_after_a_lost_one(run: Any) -> None:
     assert run.read_frontier().lost_session == ""
 
 
+@pytest.mark.both_servers
 async def test_damaged_hash_of_a_batch_leaves_the_frontier_readable(run: Any) -> None:
     # The reason for the loss quoted the hash, and nothing of the run could be read after it.
     await run.plan_steps(1)

@@ -204,6 +204,7 @@ async def test_released_bytes_leave_the_sum_they_were_counted_in(run: Any) -> No
     assert (held.planned, held.reserved, held.stored) == (0, 0, 0)
 
 
+@pytest.mark.both_servers
 async def test_events_go_up_to_the_snapshot_before_and_not_beyond(run: Any) -> None:
     for number in range(150):
         await run.open(f"g{number}")

@@ -84,6 +84,7 @@ async def test_prompt_of_a_filtered_or_planned_group_is_done_and_removed(run: An
     assert run.store.hkeys(run.keys.tasks) == []
 
 
+@pytest.mark.both_servers
 async def test_run_with_all_prompts_done_reports_it(run: Any) -> None:
     give(run, "a")
     await run.settle(await take(run), TrajectoryState.FILTERED)

@@ -249,6 +249,7 @@ async def test_request_and_answer_of_a_replan_wake_waiting_callers(run: Any) -> 
     assert len({str(each) for each in seen}) == len(seen)
 
 
+@pytest.mark.both_servers
 async def test_a_full_server_withdraws_plans(run: Any) -> None:
     await run.plan_steps(2)
     told = {"manifest_hash": run.manifests[1].hash, "sentence": "checksum"}

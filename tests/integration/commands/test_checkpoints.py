@@ -88,6 +88,7 @@ def test_published_checkpoint_is_read_by_other_owners(logs: CommandLogs) -> None
         read_shared(logs.client, "another", path._replace(name="b"))
 
 
+@pytest.mark.both_servers
 def test_expired_checkpoint_is_hidden_and_its_folder_is_due(logs: CommandLogs, owner: str) -> None:
     saved = _saved(logs, expires_ms=_now_ms(logs) + 100)
     write_checkpoint(logs.client, owner, saved)

@@ -234,12 +234,11 @@ class LogMachine(RuleBasedStateMachine):
         return self.logs.acquire(self.model_id, worker)
 
 
+@pytest.mark.hypothesis
 def test_log_behaves_as_the_reference(logs: CommandLogs) -> None:
     class Machine(LogMachine):
         pass
 
     Machine.logs = logs
 
-    run_state_machine_as_test(
-        Machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
-    )
+    run_state_machine_as_test(Machine, settings=settings(stateful_step_count=40))

@@ -103,6 +103,7 @@ def test_workers_share_no_epoch_after_a_power_cut(
     assert log.take() == Run(0, 0, "create")
 
 
+@pytest.mark.both_servers
 def test_full_store_lets_workers_finish_and_cover(
     own_logs: CommandLogs, own_server: EmbeddedServer
 ) -> None:

@@ -147,6 +147,7 @@ def test_refused_sample_has_its_result_and_is_not_queued(
     assert [*_queue(logs, sampler).read(block=False)] == []
 
 
+@pytest.mark.both_servers
 def test_unfinished_samples_are_all_read_again_after_a_restart(
     logs: CommandLogs, sampler: SamplerRecord
 ) -> None:

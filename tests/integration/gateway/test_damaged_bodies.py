@@ -34,7 +34,7 @@ _UNUSED = Gateway(GatewayOptions(redis_url="redis://127.0.0.1:1"), redis.asyncio
 _PATHS = get_openapi(title="", version="", routes=make_app(_UNUSED).routes)["paths"]
 ROUTES: Final = [(method, path) for path, methods in _PATHS.items() for method in methods]
 
-NUM_EXAMPLES: Final = 12
+NUM_EXAMPLES: Final = settings().max_examples // 2
 JSON: Final = "application/json"
 _JSON_HEADERS: Final = {"content-type": JSON}
 

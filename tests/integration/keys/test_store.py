@@ -59,6 +59,7 @@ def test_damaged_record_leaves_the_other_keys(own_client: redis.Redis, record: b
     assert [key.name for key in list_keys(own_client)] == ["after"]
 
 
+@pytest.mark.both_servers
 def test_key_is_listed_with_all_that_it_may_and_never_stored(own_client: redis.Redis) -> None:
     limits = KeyLimits(10.0, 1e6, 1_000)
     secret = create_key(

@@ -49,7 +49,7 @@ WITHOUT_END: Final = "/runs/{run}/events"
 """A stream that ends with its run; its names are of runs that do not exist."""
 
 WAIT: Final = "wait_s"
-NUM_RANDOM: Final = 6
+NUM_RANDOM: Final = settings().max_examples // 4
 NUM_BOUNDARIES: Final = 80
 """Requests with boundary and wrong values, at most, of one operation."""
 
@@ -116,6 +116,7 @@ def api() -> Iterator[Api]:
         yield Api(f"{gateway.base_url}{PREFIX}", session, schemathesis.openapi.from_dict(DOCUMENT))
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize(ARGUMENTS, OPERATIONS)
 def test_random_requests_have_documented_answers(api: Api, method: str, path: str) -> None:
     @given(case=api.schema[path][method].as_strategy())

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import config, sealed
@@ -119,7 +119,6 @@ def seals(draw: st.DrawFn) -> bytes:
     return write_frame(EVENT, wire.Event(trajectory_sealed=message).SerializeToString())
 
 
-@settings(max_examples=1_000)
 @given(record=seals(), number=st.integers(0, len(CONFIGS) - 1))
 def test_accepted_seal_can_be_folded_planned_and_stored(record: bytes, number: int) -> None:
     # Lengths of 2**32 - 1 tokens were folded, and overflowed in every plan that was made of them.

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import assert_same, rows
@@ -179,7 +179,6 @@ def test_jagged_rows_agree_with_placing_token_by_token(batch: Rows) -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3))
-@settings(max_examples=20)
 def test_long_rows_agree_with_placing_token_by_token(seed: int, num_rows: int) -> None:
     # From some hundred tokens on a row is copied, where short ones go through their mask.
     rng = np.random.default_rng(seed)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeGuard
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -385,5 +386,6 @@ class _History(RuleBasedStateMachine):
         return fold, decisions
 
 
+@pytest.mark.hypothesis
 def test_fold_keeps_its_laws_through_a_random_history() -> None:
-    run_state_machine_as_test(_History, settings=settings(stateful_step_count=60, deadline=None))
+    run_state_machine_as_test(_History, settings=settings(stateful_step_count=60))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import ZERO_VARIANCE, config, sealed, shape, turn
@@ -287,7 +287,6 @@ def rows_slowly(
     return rows
 
 
-@settings(max_examples=30)
 @given(anchored_groups(), configs_of_gigpo())
 def test_normalised_turns_are_whitened_over_the_trained_tokens_of_all_rows(
     episodes: list[list[Turn]], of: BatchingConfig
@@ -309,7 +308,6 @@ def test_normalised_turns_are_whitened_over_the_trained_tokens_of_all_rows(
     )
 
 
-@settings(max_examples=30)
 @given(anchored_groups(), configs_of_gigpo(), st.integers(1, 3), st.data())
 def test_every_layout_rank_and_pass_has_what_loops_over_turns_give(
     episodes: list[list[Turn]], of: BatchingConfig, dp_world_size: int, data: st.DataObject
