@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from testkit.forked import popen
 from testkit.scrapes import Scrape, scraped
 from testkit.waiting import wait_until
 from turnstream_server.embedded import free_port
@@ -113,7 +114,7 @@ class Processes(contextlib.ExitStack):
             command += ["--listen", "127.0.0.1:0", "--address-file", str(address_file)]
         log = self.enter_context(log_path.open("wb"))
         variables = {**os.environ, **self._environment, **environment}
-        popen = subprocess.Popen(command, stderr=log, env=variables, cwd=self._folder)
-        self.callback(popen.wait)
-        self.callback(popen.kill)
-        return Process(popen, port, address_file, log_path)
+        process = popen(command, stderr=log, env=variables, cwd=self._folder)
+        self.callback(process.wait)
+        self.callback(process.kill)
+        return Process(process, port, address_file, log_path)

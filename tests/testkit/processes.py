@@ -6,13 +6,13 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from testkit.forked import popen
 from testkit.waiting import wait_until
 
 FORKING = multiprocessing.get_context("forkserver")
@@ -36,7 +36,7 @@ def batcher_process(url: str, file: Path) -> Iterator[tuple[int, str]]:
     """Start a batcher of the store; yield its process id and its address, kill it at the end."""
     words = ["serve", "batcher", "--redis", url, "--listen", "127.0.0.1:0"]
     words += ["--address-file", str(file)]
-    with subprocess.Popen([sys.executable, "-m", "turnstream_server.cli", *words]) as process:
+    with popen([sys.executable, "-m", "turnstream_server.cli", *words]) as process:
         try:
             wait_until(file.exists, describe="the batcher's address")
             yield process.pid, file.read_text().strip()

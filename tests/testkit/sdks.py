@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
+from testkit.forked import popen
 from turnstream_server.commands.checkpoint_paths import CheckpointPath
 from turnstream_server.commands.checkpoints import folder_of
 
@@ -98,7 +99,8 @@ class Sdk:
 
     def start(self, command: Sequence[str]) -> subprocess.Popen[str]:
         """Start a program in the environment of this release, with pipes."""
-        return subprocess.Popen(
+        start = popen if self.release == NEWEST else subprocess.Popen
+        return start(
             command,
             cwd=self._folder,
             env=self._environment,

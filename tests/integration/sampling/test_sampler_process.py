@@ -13,6 +13,7 @@ import pytest
 import redis
 
 from testkit import wait_until
+from testkit.forked import popen
 from testkit.sampling import ModelFolders, SamplingClient, sample_request
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.models.sampling_params import SamplingParams
@@ -35,7 +36,7 @@ def sampler(
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (
         log.open("ab") as written,
-        subprocess.Popen(
+        popen(
             [sys.executable, "-m", "turnstream_server.cli", *words], stderr=written, env=environment
         ) as process,
     ):
