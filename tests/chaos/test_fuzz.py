@@ -9,9 +9,9 @@ import pytest
 from fuzz.campaign import CHUNK, Campaign
 from fuzz.services import ServiceCampaign
 
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.campaign]
 
-@pytest.mark.e2e
-@pytest.mark.slow
+
 def test_batcher_survives_damaged_runs_and_requests(tmp_path: Path) -> None:
     with Campaign(tmp_path, seed=20_261_123) as campaign:
         report = campaign.run(3 * CHUNK)
@@ -20,8 +20,6 @@ def test_batcher_survives_damaged_runs_and_requests(tmp_path: Path) -> None:
     assert report.num_cases >= 3 * CHUNK
 
 
-@pytest.mark.e2e
-@pytest.mark.slow
 def test_services_refuse_damaged_keys_and_bodies(tmp_path: Path) -> None:
     with ServiceCampaign(tmp_path, seed=20_261_126) as campaign:
         report = campaign.run(400)

@@ -14,7 +14,7 @@ from testkit.hosted_processes import HostedProcesses
 from testkit.recipe_runs import RUN_S, RecipeClient, Result, outcome
 from turnstream_server.embedded import EmbeddedServer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(900)]
 
 NUM_ROUNDS: Final = 13
 

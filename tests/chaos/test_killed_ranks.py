@@ -35,7 +35,7 @@ from turnstream_server.models.policy import load_policy
 
 pytestmark = [
     *(pytest.mark.redis, pytest.mark.grpc, pytest.mark.e2e),
-    *(pytest.mark.slow, pytest.mark.timeout(900)),
+    *(pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(900)),
 ]
 
 NUM_STEPS = 20

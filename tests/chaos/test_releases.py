@@ -49,6 +49,7 @@ def _publish_and_train(rig: Rig, writer: str) -> None:
     rig.wait_for_lines("stepped", stepped + 1)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("is_newer", [True, False], ids=["downgrade", "upgrade"])
 def test_killed_stack_continues_with_another_release_after_a_cold_start(
     start_rig: StartRig, is_newer: bool

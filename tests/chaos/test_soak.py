@@ -21,6 +21,7 @@ NUM_FAULTS = 3
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("durability", MODES)
 def test_run_survives_random_faults(tmp_path: Path, durability: Durability) -> None:
     report = soak(tmp_path, seed=SEED, durability=durability, num_faults=NUM_FAULTS)

@@ -22,6 +22,9 @@ NEWEST: Final = "0.38.0"
 OLDER: Final = ("0.25.0", "0.22.7", "0.16.1")
 """Releases in `.sdk/<release>`. Their dependencies are those of the newest one."""
 
+RELEASES: Final = (NEWEST, *(pytest.param(each, marks=pytest.mark.campaign) for each in OLDER))
+"""Parameters of a test that runs with each release; with older ones in the campaign."""
+
 _ROOT: Final = Path(__file__).parents[2]
 _PROGRAM: Final = _ROOT / "tests/e2e/tinker/sdk_program.py"
 

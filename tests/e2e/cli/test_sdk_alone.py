@@ -19,6 +19,7 @@ for name in ("torch", "pyarrow", "grpc", "transformers", "turnstream_server"):
 
 @pytest.mark.e2e
 @pytest.mark.slow
+@pytest.mark.campaign
 def test_the_sdk_installs_by_itself_and_needs_no_torch_arrow_or_grpc(tmp_path: Path) -> None:
     python = tmp_path / "venv/bin/python"
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)

@@ -68,7 +68,7 @@ def services(tmp_path: Path) -> Iterator[Services]:
         yield Services(store.url, f"http://{address}")
 
 
-@pytest.mark.parametrize("over_http", [False, True])
+@pytest.mark.parametrize("over_http", [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_generator_and_trainer_learn_the_rewarded_token(
     services: Services, over_http: bool
 ) -> None:

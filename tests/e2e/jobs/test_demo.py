@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
+@pytest.mark.campaign
 def test_a_short_demo_ends_honestly_and_leaves_nothing(job: Job) -> None:
     status, output = job.run(
         *("demo", "--goal", "0.6", "--max-seconds", "40", "--json", str(job.json_path)),

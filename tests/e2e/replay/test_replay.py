@@ -139,6 +139,7 @@ def test_the_trainer_sees_every_recorded_trajectory_token_for_token(
     assert job.files_outside() == []
 
 
+@pytest.mark.campaign
 def test_log_probabilities_travel_with_the_recorded_tokens(
     job: Job, data_folder: Path, tmp_path: Path
 ) -> None:

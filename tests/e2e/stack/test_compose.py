@@ -21,7 +21,7 @@ from turnstream.store.client.connection import connect
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.models.byte_model import write_byte_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.campaign]
 
 CLI = [sys.executable, "-m", "turnstream_server.cli"]
 DEMO = ("generator", "trainer", "gateway", "batcher")

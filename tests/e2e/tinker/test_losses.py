@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from testkit.datums import Inputs, as_sent, random_data
 from testkit.operation_reference import Reference, reference, stored_weights
-from testkit.sdks import BASE, NEWEST, OLDER, Hosting, Sdk
+from testkit.sdks import BASE, NEWEST, RELEASES, Hosting, Sdk
 
 LENGTHS: Final = (5, 1, 17, 9)
 SETTINGS: Final[dict[str, dict[str, float]]] = {
@@ -34,7 +34,7 @@ def state(sdk: Callable[..., Sdk]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("release", [NEWEST, *OLDER])
+@pytest.mark.parametrize("release", RELEASES)
 def test_every_loss_has_the_value_and_gradient_of_its_definition(
     release: str, hosting: Hosting, sdk: Callable[..., Sdk], state: str
 ) -> None:

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from testkit.datums import as_sent, random_data
-from testkit.sdks import BASE, NEWEST, OLDER, Hosting, Sdk
+from testkit.sdks import BASE, RELEASES, Hosting, Sdk
 from turnstream_server.models.policy import load_adapter, load_policy
 
 PROMPT: Final = list(b"hello, ")
-RELEASES: Final = (NEWEST, *OLDER)
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,9 @@ import torch
 
 from testkit.datums import as_sent, random_data
 from testkit.operation_reference import stored_weights
-from testkit.sdks import BASE, NEWEST, OLDER, Hosting, Sdk
+from testkit.sdks import BASE, NEWEST, RELEASES, Hosting, Sdk
 
 LENGTHS: Final = (6, 3, 11)
-RELEASES: Final = (NEWEST, *OLDER)
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,14 @@ import pytest
 
 from testkit.canned_worker import CannedWorker
 from testkit.gateway_thread import GatewayThread
-from testkit.sdks import NEWEST, OLDER, Sdk
+from testkit.sdks import RELEASES, Sdk
 from turnstream_server.commands.bases import BaseModel
 
 _PROGRAM = Path(__file__).with_name("sdk_session.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("release", [NEWEST, *OLDER])
+@pytest.mark.parametrize("release", RELEASES)
 def test_a_whole_session_of_the_sdk(
     release: str,
     gateway: GatewayThread,

@@ -47,6 +47,7 @@ def ray_folder() -> Iterator[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.timeout(400)
 def test_killed_ray_worker_resumes_to_weights_of_one_process(
     tmp_path: Path, ray_folder: Path

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 import testkit
 from testkit.batchers import BatcherThread
+from testkit.forked import popen
 from testkit.inference_servers import VllmDouble, serving
 from testkit.receivers import tensorboard_scalars
 from turnstream.errors import InvalidConfigError
@@ -225,7 +225,7 @@ def test_a_trainer_process_ends_well_on_sigterm_and_leaves_nothing_half_written(
     policy.write_text(json.dumps({"vocab_size": 128, "hidden_size": 16, "num_layers": 1}))
     folder = tmp_path / "trainer"
     arguments = ["--run", run, "--batcher", batcher, "--policy", policy, "--folder", folder]
-    process = subprocess.Popen(
+    process = popen(
         [sys.executable, "-m", "turnstream_server.cli", "serve", "trainer", *map(str, arguments)],
         env={**os.environ, "TURNSTREAM_REDIS_URL": server.url},
     )
