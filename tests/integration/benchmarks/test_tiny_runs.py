@@ -12,6 +12,7 @@ from testkit.benchmarks import run_benchmark
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 
+@pytest.mark.campaign
 def test_durability_benchmark_answers_both_questions(tmp_path: Path) -> None:
     found, output, page = run_benchmark("durability", tmp_path)
 
@@ -35,6 +36,7 @@ def test_stall_benchmark_measures_the_batch_assembled_on_the_loop(tmp_path: Path
     assert "| on loop |" in page
 
 
+@pytest.mark.campaign
 def test_failover_benchmark_measures_a_frozen_replica(tmp_path: Path) -> None:
     found, output, page = run_benchmark("failover", tmp_path)
 
@@ -44,6 +46,7 @@ def test_failover_benchmark_measures_a_frozen_replica(tmp_path: Path) -> None:
     assert "Goal: at most 10 s: reached." in page
 
 
+@pytest.mark.campaign
 def test_release_benchmark_measures_without_and_with_a_budget(tmp_path: Path) -> None:
     (without, limited), _, page = run_benchmark("release", tmp_path)
 
@@ -53,6 +56,7 @@ def test_release_benchmark_measures_without_and_with_a_budget(tmp_path: Path) ->
     assert "Throughput with the budget over without: " in page
 
 
+@pytest.mark.campaign
 def test_idle_benchmark_measures_idle_and_closed_runs(tmp_path: Path) -> None:
     options = ("--runs", "2", "--settle", "0.5", "--window", "0.5")
 
@@ -63,6 +67,7 @@ def test_idle_benchmark_measures_idle_and_closed_runs(tmp_path: Path) -> None:
     assert "| 2 closed |" in page
 
 
+@pytest.mark.campaign
 def test_ingest_benchmark_measures_every_way_into_the_store(tmp_path: Path) -> None:
     found, output, page = run_benchmark("ingest", tmp_path)
 
@@ -77,6 +82,7 @@ def test_ingest_benchmark_measures_every_way_into_the_store(tmp_path: Path) -> N
     assert all(f"| {way} |" in page for way in totals)
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(600)
 def test_tinker_benchmark_divides_a_served_call(tmp_path: Path) -> None:
     found, output, page = run_benchmark("tinker_api", tmp_path)

@@ -71,6 +71,7 @@ def test_programs_of_the_readme_survive_kills_with_the_sdk_alone(folder: Path) -
     )
 
 
+@pytest.mark.campaign
 def test_trainer_of_the_readme_survives_a_kill_under_torchrun(folder: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
@@ -80,6 +81,7 @@ def test_trainer_of_the_readme_survives_a_kill_under_torchrun(folder: Path) -> N
     assert {path.name for path in folder.glob("*.pt")} == {"checkpoint-0.pt", "checkpoint-1.pt"}
 
 
+@pytest.mark.campaign
 def test_tinker_program_of_the_readme_trains_and_samples(
     own_folder: Path, up: Callable[..., contextlib.AbstractContextManager[Path]]
 ) -> None:

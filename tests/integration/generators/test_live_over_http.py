@@ -13,6 +13,7 @@ import pytest
 import redis
 
 from testkit import wait_until
+from testkit.forked import popen
 from testkit.gateway_thread import GatewayThread
 from turnstream.store.client.connection import connect_async
 from turnstream.store.run.runs import close_run
@@ -56,7 +57,7 @@ def generator(
             key = create_key(client, f"{role} of {run}", roles=[role])
             (tmp_path / "key").write_text(key)
             words = ["serve", "generator", "--run", run, "--round", "2", "--threads", "1"]
-            process = subprocess.Popen(
+            process = popen(
                 [sys.executable, "-m", "turnstream_server.cli", *words],
                 env={
                     **os.environ,

@@ -77,7 +77,11 @@ class RealSet:
         ]
 
 
-@pytest.fixture(scope="module", params=SETS)
+LARGEST = pytest.param("tau_bench_trajectories", marks=pytest.mark.campaign)
+REST = [each for each in SETS if each != "tau_bench_trajectories"]
+
+
+@pytest.fixture(scope="module", params=[LARGEST, *REST])
 def real_set(request: pytest.FixtureRequest, data_folder: Path, stats: ModuleType) -> RealSet:
     """One of the recorded sets."""
     path = data_folder / f"{request.param}.jsonl.gz"
