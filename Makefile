@@ -38,13 +38,14 @@ setup: $(STAMP) ## make the virtual environment .venv (every other target does i
 demo: $(STAMP) ## run the main job: all services as processes, live generators, a trainer; JSON=FILE
 	@$(BIN)/turnstream demo $(if $(JSON),--json "$(JSON)")
 
-# Three processes also on two cores: who tests leases and deadlines waits most of the time. With debug ranges, a thread
+# Three processes also on two cores: who tests leases and deadlines waits most of the time. The tests of a file share
+# processes and servers, so that one process runs them all; the long ones of chaos and e2e come first. With debug ranges, a thread
 # that logs a traceback parses source, and CPython 3.11 breaks a parse of pytest's at the same time.
 test: $(STAMP) ## all tests but those of `make campaign`: unit, contract, integration, e2e
-	PYTHONNODEBUGRANGES=1 $(BIN)/pytest -q -n 3 --dist worksteal tests
+	PYTHONNODEBUGRANGES=1 $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests
 
 campaign: $(STAMP) ## hours, each night and before a release: faults, redis-server, older SDKs, 500 examples
-	HYPOTHESIS_PROFILE=campaign PYTHONNODEBUGRANGES=1 $(BIN)/pytest -q -n 3 --dist worksteal -o timeout=1800 \
+	HYPOTHESIS_PROFILE=campaign PYTHONNODEBUGRANGES=1 $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -o timeout=1800 \
 	  -m "campaign or hypothesis" tests
 
 check: $(STAMP) ## the quick loop: lint, types, layers, unit and contract tests

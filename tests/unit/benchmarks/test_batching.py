@@ -55,6 +55,7 @@ def test_tiny_run_of_shares_measures_both_numbers_of_ranks(tmp_path: Path) -> No
     assert all(line["cut_ms"] > 0 for line in found)
 
 
+@pytest.mark.campaign
 def test_tiny_run_of_training_trains_equal_tokens_in_each_layout(tmp_path: Path) -> None:
     found, output, page = run_benchmark("training", tmp_path)
 
@@ -72,6 +73,7 @@ def test_tiny_run_of_training_trains_equal_tokens_in_each_layout(tmp_path: Path)
     assert "| merged packed |" in page
 
 
+@pytest.mark.campaign
 def test_tiny_run_of_cuda_trains_with_and_without_recomputation(tmp_path: Path) -> None:
     off, on = _measure_cuda(tmp_path, "--tiny")
 
@@ -95,6 +97,7 @@ def _measure_cuda(folder: Path, *words: str) -> list[dict[str, Any]]:
     return json.loads(path.read_text())
 
 
+@pytest.mark.campaign
 def test_tiny_run_of_sampling_measures_every_way(tmp_path: Path) -> None:
     found, output, page = run_benchmark("sampling", tmp_path)
 
