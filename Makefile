@@ -38,15 +38,16 @@ setup: $(STAMP) ## make the virtual environment .venv (every other target does i
 demo: $(STAMP) ## run the main job: all services as processes, live generators, a trainer; JSON=FILE
 	@$(BIN)/turnstream demo $(if $(JSON),--json "$(JSON)")
 
-# Three processes also on two cores: who tests leases and deadlines waits most of the time. The tests of a file share
-# processes and servers, so that one process runs them all; the long ones of chaos and e2e come first. With debug ranges, a thread
-# that logs a traceback parses source, and CPython 3.11 breaks a parse of pytest's at the same time.
+# Three processes also on two cores: who tests leases and deadlines waits most of the time. One process runs the tests of
+# a file, which share processes and servers; chaos and e2e have the longest files and come first. With debug ranges, a
+# thread that logs a traceback parses source, and CPython 3.11 breaks a parse of pytest's at the same time.
+TESTS := PYTHONNODEBUGRANGES=1 $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+
 test: $(STAMP) ## all tests but those of `make campaign`: unit, contract, integration, e2e
-	PYTHONNODEBUGRANGES=1 $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests
+	$(TESTS) tests
 
 campaign: $(STAMP) ## hours, each night and before a release: faults, redis-server, older SDKs, 500 examples
-	HYPOTHESIS_PROFILE=campaign PYTHONNODEBUGRANGES=1 $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -o timeout=1800 \
-	  -m "campaign or hypothesis" tests
+	HYPOTHESIS_PROFILE=campaign $(TESTS) -o timeout=1800 -m "campaign or hypothesis" tests
 
 check: $(STAMP) ## the quick loop: lint, types, layers, unit and contract tests
 	$(BIN)/ruff check

@@ -64,6 +64,25 @@ def defined_in(path: Path) -> frozenset[str]:
     )
 
 
+@cache
+def in_campaign(path: Path) -> frozenset[str]:
+    """The test functions of a file that `make campaign` alone runs with all their parameters."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    marks = [each.value for each in body if isinstance(each, ast.Assign) and _is_mark(each)]
+    if any("mark.campaign" in ast.unparse(each) for each in marks):
+        return defined_in(path)
+    functions = [each for each in body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return frozenset(
+        each.name
+        for each in functions
+        if "pytest.mark.campaign" in map(ast.unparse, each.decorator_list)
+    )
+
+
+def _is_mark(assigned: ast.Assign) -> bool:
+    return [ast.unparse(each) for each in assigned.targets] == ["pytestmark"]
+
+
 def section(title: str) -> str:
     """What stands under the first heading that begins with a title."""
     text = PAGE.read_text(encoding="utf-8")
@@ -110,6 +129,20 @@ def test_every_sentence_of_a_promise_names_a_test() -> None:
 
         assert found, promise
         assert [item for item in found if not named_tests(item)] == []
+
+
+def test_every_promise_and_fault_names_a_test_that_make_test_runs() -> None:
+    found = [item for promise in PROMISES for item in items(section(f"{promise}:"))]
+    found += [row[2] for row in rows(section("The 25 faults"))]
+
+    slow = [
+        text
+        for text in found
+        if (named := named_tests(text))
+        and all(each.test in in_campaign(REPOSITORY / "tests" / each.file) for each in named)
+    ]
+
+    assert slow == []
 
 
 def test_every_fault_has_a_row_that_says_what_covers_it() -> None:
