@@ -180,9 +180,9 @@ def _type(client: redis.Redis, name: bytes) -> str:
     return kind.decode()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def default_ports() -> Iterator[None]:
-    """Hold the default ports of `turnstream up`: tests that use them run one at a time."""
+    """Hold the default ports of `turnstream up`: files that use them run one at a time."""
     with (Path(tempfile.gettempdir()) / "turnstream-default-ports.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for port in (7379, 7600, 7601):

@@ -38,7 +38,9 @@ def cpu_s(process: Any) -> float:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the CPU clock of a process")
-@pytest.mark.parametrize(("num_replicas", "num_runs"), [(1, 200), (2, 50)])
+@pytest.mark.parametrize(
+    ("num_replicas", "num_runs"), [pytest.param(1, 200, marks=pytest.mark.campaign), (2, 50)]
+)
 async def test_idle_and_closed_runs_cost_no_polling(
     house: Any, start_batcher_process: Any, num_replicas: int, num_runs: int
 ) -> None:

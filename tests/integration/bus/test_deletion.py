@@ -120,10 +120,10 @@ async def test_planner_trainer_and_readers_get_run_not_found(run: Any) -> None:
     ("place", "next_call"),
     [
         ("delete.after_begin", "same"),
-        ("delete.after_slice", "same"),
+        pytest.param("delete.after_slice", "same", marks=pytest.mark.campaign),
         ("delete.after_payload", "same"),
         ("delete.after_slice", "after reuse"),
-        ("delete.after_begin", "after reuse, by id"),
+        pytest.param("delete.after_begin", "after reuse, by id", marks=pytest.mark.campaign),
     ],
 )
 def test_killed_deletion_is_finished_by_the_next_call(

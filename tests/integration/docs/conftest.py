@@ -140,10 +140,14 @@ def _up(folder: Path, *words: str) -> Iterator[Path]:
 @pytest.fixture
 def own_folder(default_ports: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder of the test, without settings in the environment."""
+    _move_to(tmp_path, monkeypatch)
+    return tmp_path
+
+
+def _move_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("TURNSTREAM_")]:
         monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    monkeypatch.chdir(folder)
 
 
 @pytest.fixture
@@ -159,7 +163,17 @@ def stack(up: Callable[..., contextlib.AbstractContextManager[Path]]) -> Iterato
         yield
 
 
+@pytest.fixture(scope="module")
+def shared_stack(default_ports: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A `turnstream up` on its default ports, for all tests of a file: its start takes seconds."""
+    folder = tmp_path_factory.mktemp("up")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _move_to(folder, monkeypatch)
+        with _up(folder):
+            yield
+
+
 @pytest.fixture
-def runner(stack: None) -> Runner:
-    """Return what runs a page."""
+def runner(shared_stack: None, own_folder: Path) -> Runner:
+    """Return what runs a page. The pages share a store, and no two of them a run."""
     return Runner()
