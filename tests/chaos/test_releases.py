@@ -19,6 +19,7 @@ OPEN = "left-1/0/0"
 
 
 def test_services_are_upgraded_and_downgraded_one_by_one(rig: Rig) -> None:
+    """Takes more than 5 s: a dozen services start one after the other."""
     # A rolling upgrade and downgrade under load: the trainer notices nothing of the batchers'.
     batchers = {name: rig.start_batcher(name) for name in ("batcher", "other")}
     rig.start_ranks(1, checkpoint_every=1)

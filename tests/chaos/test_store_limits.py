@@ -62,6 +62,7 @@ def full(start_rig: StartRig) -> Rig:
 
 
 def test_full_server_delays_producers_while_consumers_continue(full: Rig) -> None:
+    """Takes more than 5 s: a store is filled and freed, step by step."""
     # Fault 9: the server gets no more memory. Released steps free some.
     limit = _memory(full)["maxmemory"]
     used: list[int] = []

@@ -144,6 +144,7 @@ def test_leader_that_died_before_the_clock_went_back_has_a_successor(
 
 
 def test_clocks_of_waiting_processes_may_jump_by_an_hour(rig: Rig, tmp_path: Path) -> None:
+    """Takes more than 5 s: leases end while clocks jump."""
     # Fault 24: the clocks of batcher, generator and rank are two hours apart, and then swapped.
     machine = Machine(tmp_path)
     processes = ("batcher", "generator", "rank")

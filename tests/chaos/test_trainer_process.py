@@ -52,6 +52,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_trainer_has_every_step_once_in_its_weights(
     rig: Rig, whole: Path, failpoint: str
 ) -> None:
+    """Takes more than 5 s: three trainers with torch train the run, one undisturbed."""
     rig.start_batcher()
     _publish(rig)
     doomed = _start_trainer(rig, "first", failpoint=failpoint)

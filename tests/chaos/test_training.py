@@ -194,6 +194,7 @@ def test_token_of_another_history_is_refused(fed: Rig) -> None:
 
 
 def test_world_size_changes_from_four_to_three_to_four(fed: Rig) -> None:
+    """Takes more than 5 s: eleven ranks start."""
     # Fault 20: each change throws away a step that was stepped, which comes again in the new cut.
     for world_size in (4, 3):
         ranks = fed.start_ranks(world_size, checkpoint_every=2, failpoint="train.after_stepped@3")

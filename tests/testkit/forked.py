@@ -89,10 +89,12 @@ class Request:
 def popen(command: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
     """Start a program of the project by a fork, and any other one as `subprocess.Popen` does.
 
-    A program with libraries that must be loaded first (LD_PRELOAD) is not forked.
+    A program with libraries that must be loaded first (LD_PRELOAD) is not forked. Only Linux can
+    make the caller the parent of a fork.
     """
     environment = options.get("env") or os.environ
-    is_forked = Request.of(command) is not None and "LD_PRELOAD" not in environment
+    can_fork = sys.platform == "linux" and "LD_PRELOAD" not in environment
+    is_forked = can_fork and Request.of(command) is not None
     return (_ForkedPopen if is_forked else subprocess.Popen)(command, **options)
 
 
@@ -141,11 +143,11 @@ class _ForkServer:
             set_subreaper(True)
             try:
                 socket.send_fds(self._control, [json.dumps(asdict(request)).encode()], fds)
-                pid = int(self._control.recv(_MAX_BYTES))
-                assert self._control.recv(_MAX_BYTES) == b"parted"
+                answers = [self._control.recv(_MAX_BYTES) for _ in range(2)]
             finally:
                 set_subreaper(False)
-        return pid
+        assert answers[1] == b"parted", "the process that forks has ended: see its traceback"
+        return int(answers[0])
 
     def _begin(self) -> socket.socket:
         own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -112,6 +112,7 @@ def test_a_batcher_that_dies_ends_the_job_with_its_last_words(job: Job) -> None:
 
 
 def test_data_is_kept_from_one_up_to_the_next(job: Job) -> None:
+    """Takes more than 5 s: `turnstream up` starts twice."""
     with connect(start_up(job)["store"]) as client:
         client.set("kept", "1")
     job.process.send_signal(signal.SIGINT)

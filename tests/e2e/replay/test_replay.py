@@ -122,6 +122,7 @@ def assert_same_rows(job: Job, data_folder: Path, dump: Path) -> None:
 def test_the_trainer_sees_every_recorded_trajectory_token_for_token(
     job: Job, data_folder: Path, tmp_path: Path
 ) -> None:
+    """Takes more than 5 s: the whole job runs on recorded trajectories, with torch."""
     summary = replay(job, data_folder, "--dump", str(tmp_path / "dump"))
 
     assert_same_rows(job, data_folder, tmp_path / "dump")

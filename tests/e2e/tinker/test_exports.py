@@ -16,6 +16,7 @@ from testkit.sdks import BASE, Hosting, Sdk
 def test_exports_are_downloaded_by_the_sdk_and_its_command_line(
     hosting: Hosting, sdk: Callable[..., Sdk], tmp_path: Path
 ) -> None:
+    """Takes more than 5 s: the services that host models start, and the SDK twice."""
     data = as_sent(random_data(20, (6, 3)))
 
     result = sdk().run(BASE, "exported", data=data, folder=str(tmp_path))

@@ -38,6 +38,7 @@ def state(sdk: Callable[..., Sdk]) -> str:
 def test_every_loss_has_the_value_and_gradient_of_its_definition(
     release: str, hosting: Hosting, sdk: Callable[..., Sdk], state: str
 ) -> None:
+    """Takes more than 5 s: the services that host models start, and train six losses."""
     # Older releases do not name gspo.
     losses = {loss: each for loss, each in SETTINGS.items() if release == NEWEST or loss != "gspo"}
     data = {loss: random_data(1, LENGTHS, loss=loss) for loss in losses}
@@ -121,6 +122,7 @@ def test_forward_adds_no_gradient(hosting: Hosting, sdk: Callable[..., Sdk], sta
 def test_ragged_datums_of_several_chunks_keep_their_order(
     hosting: Hosting, sdk: Callable[..., Sdk], state: str
 ) -> None:
+    """Takes more than 5 s: 1,030 datums are trained, and again by the reference."""
     lengths = (np.random.default_rng(5).permutation(1030) % 6 + 1).tolist()
     data = random_data(5, lengths)
 

@@ -14,6 +14,7 @@ from turnstream_server.bus.core.frontier import read_frontier
 
 
 def test_fleet_of_a_run_trains_a_hosted_model(hosting: Hosting, sdk: Callable[..., Sdk]) -> None:
+    """Takes more than 5 s: the services that host models start, and the SDK."""
     with turnstream.connect(hosting.store_url) as service:
         run = service.create_run("fleet", batch_groups=2, max_staleness=9)
         with run.publisher() as publisher:

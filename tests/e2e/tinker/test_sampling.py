@@ -26,6 +26,7 @@ def state(sdk: Callable[..., Sdk]) -> str:
 def test_samples_have_the_logprobs_of_the_saved_weights(
     release: str, hosting: Hosting, sdk: Callable[..., Sdk], state: str
 ) -> None:
+    """Takes more than 5 s: the services that host models start, and the SDK."""
     result, about = sdk(release).run_all(
         BASE, [("sampled", {"state": state, "prompt": PROMPT}), ("capabilities", {})]
     )

@@ -173,6 +173,7 @@ def advantages_without_it(rows: Any) -> bool:
 async def test_corruption_found_by_a_checksum_is_rejected_and_the_rest_trains(
     train: Train, damage: Stored
 ) -> None:
+    """Takes more than 5 s: each example is a run that is planned and served."""
     entry, rows = await train(damage)
 
     assert entry.startswith("dead:"), entry
@@ -188,6 +189,7 @@ async def test_corruption_found_by_a_checksum_is_rejected_and_the_rest_trains(
 async def test_inconsistency_with_valid_checksums_stops_no_run(
     train: Train, damage: Stored
 ) -> None:
+    """Takes more than 5 s: each example is a run that is planned."""
     entry, rows = await train(damage)
 
     state = entry.partition(":")[0]

@@ -119,6 +119,7 @@ async def test_finished_group_cannot_be_opened_again(released: Any) -> None:
 
 
 async def test_no_name_of_ten_thousand_is_forgotten_and_no_other_refused(run: Any) -> None:
+    """Takes more than 5 s: 10,000 names are folded and asked for."""
     # Enough for several fingerprints in every bucket.
     names = [f"visit {number}" for number in range(10_000)]
     await run.plan_steps(3)

@@ -307,6 +307,7 @@ def test_advantages_runs_as_printed(runner: Runner) -> None:
 
 
 def test_retention_runs_as_printed(runner: Runner) -> None:
+    """Takes more than 5 s: it waits for the time after which steps would be deleted."""
     rewards = itertools.count(1.0)
     saved: list[Any] = []
     seen: list[int] = []

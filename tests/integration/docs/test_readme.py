@@ -64,6 +64,7 @@ def test_readme_has_three_short_programs() -> None:
 
 
 def test_programs_of_the_readme_survive_kills_with_the_sdk_alone(folder: Path) -> None:
+    """Takes more than 5 s: `turnstream up` starts, and programs are killed and restarted."""
     survive_kills(
         folder,
         generator=("-c", SDK_ALONE, "generator.py"),

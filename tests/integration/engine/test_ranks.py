@@ -33,6 +33,7 @@ def make_model(house: House) -> HostedClient:
 
 
 def test_two_ranks_equal_one(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes more than 5 s: two ranks start over gloo, with torch."""
     monkeypatch.setattr(operation_shares, "_BUDGET", _SMALL)
     one = make_model(house)
     house.run(one)

@@ -188,6 +188,7 @@ async def test_2000_polls_are_held_and_each_wakes_for_its_own_result(
     new_api: Callable[..., Any],
     worker: CannedWorker,
 ):
+    """Takes more than 5 s: 2,000 connections are opened and answered."""
     gateway = new_gateway(poll_s=900.0)  # one without a notification is held so long
     sampler = new_api(gateway).sampler()
     session = sampler.partition(":")[0]

@@ -219,6 +219,7 @@ def test_each_grpc_call_has_an_entry_with_its_largest_request() -> None:
 
 
 def test_largest_requests_stay_within_their_bounds(rig: Rig) -> None:
+    """Takes more than 5 s: each of the largest requests is made, measured and answered."""
     found: dict[str, Cost] = {}
     for number, path in enumerate(ORDER):
         for place, make in enumerate(LARGEST[path]):

@@ -54,6 +54,7 @@ def test_killed_sampler_restarts_and_each_sample_has_one_result(
     sessions: SamplingClient,
     tmp_path: Path,
 ) -> None:
+    """Takes more than 5 s: a sampler is killed and restarted, and all samples are repeated."""
     calls = [(("one", "two", None)[number % 3], PROMPT, params(number)) for number in range(40)]
     sampled = sessions.submit(*calls)
 

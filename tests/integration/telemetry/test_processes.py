@@ -86,6 +86,7 @@ def _has_trained(trainer: Process) -> bool:
 
 
 def test_one_question_finds_a_turn_in_all_logs(followed: Followed) -> None:
+    """Takes more than 5 s: a run is trained by services that are processes, one with torch."""
     found = [
         (line["service"], line["message"].partition(" of run")[0])
         for lines in followed.lines.values()

@@ -219,6 +219,7 @@ def test_a_trainer_process_ends_well_on_sigterm_and_leaves_nothing_half_written(
     batcher: str,
     tmp_path: Path,
 ) -> None:
+    """Takes more than 5 s: a trainer starts with torch, and trains until its end."""
     run = new_run(client, batch_groups=2, max_staleness=100)
     _publish(server.url, run, ["g1", "g2"])
     policy = tmp_path / "policy.json"

@@ -266,6 +266,7 @@ def train(folder: Path, url: str, *, until: int) -> None:
 def test_two_ranks_train_and_resume_without_barrier_or_session_name(
     server: Any, service: Any, start_batcher: Callable[[], Any], tmp_path: Path
 ) -> None:
+    """Takes more than 5 s: torchrun starts two ranks twice, each of which imports torch."""
     start_batcher()
     run = service.create_run("torchrun", batch_groups=2, max_staleness=20)
     with run.publisher() as publisher:

@@ -34,6 +34,7 @@ def loops() -> ModuleType:
 
 
 def test_tiny_run_measures_everything_and_shows_each_goal(tmp_path: Path) -> None:
+    """Takes more than 5 s: the benchmark runs as a program."""
     found, output, page = run_benchmark("batching", tmp_path)
 
     assert "30 times the loop" in output

@@ -228,6 +228,7 @@ def _assert_equals_reference(config: ObjectiveConfig, *, aggregation: str = "tok
 
 
 def test_pair_of_settings_is_equal_to_its_reference_or_refused() -> None:
+    """Takes more than 5 s: each pair of settings trains, and so does its slow reference."""
     num_equal = 0
     for options in _pairs():
         expected = _expected_refusal(options)

@@ -71,6 +71,7 @@ def test_loss_and_gradients_equal_the_reference(
     form: str,
     layout: str,
 ) -> None:
+    """Takes more than 5 s: the first case of a size starts its ranks, which compute all cases."""
     chosen = [case for case in cases(parallel) if (case.form, case.layout) == (form, layout)]
     assert len(chosen) >= {"ddp": 16, "fsdp2": 5}[parallel]
 

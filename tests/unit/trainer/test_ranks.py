@@ -44,6 +44,7 @@ CASES = [
 def test_loss_and_gradients_of_several_ranks_equal_those_of_one(
     outcomes: Outcomes, parallel: str, case: str
 ) -> None:
+    """Takes more than 5 s: the first case starts three ranks, which compute all cases."""
     expected = outcomes[1][0].updates[case]
     assert expected.gradients
 
