@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,9 @@ from testkit.ingest import IngestClient, results_of, turn_fields
 from testkit.stores import RunReader
 from testkit.turns import turn
 from testkit.waiting import wait_until
+from turnstream.errors import ConflictError
 from turnstream.generator import Publisher
+from turnstream.generator.api.trajectory_writers import TrajectoryWriter
 from turnstream.store.client import keys
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
@@ -186,10 +189,16 @@ def test_writer_that_lost_its_lease_is_refused(
 ) -> None:
     ingest.turn(0, _FIRST)
     names = keys.run_keys(ingest.run)
-    client.zadd(names.leases, {"g/0/0": 1})  # it lapses
+
+    def adopt() -> TrajectoryWriter | None:
+        client.zadd(names.leases, {"g/0/0": 1})  # it lapses, until the gateway renews it
+        with contextlib.suppress(ConflictError):
+            return publisher.adopt("g", 0)
+        return None
 
     with Publisher(server.url, ingest.run, writer="sdk") as publisher:
-        adopted = publisher.adopt("g", 0)
+        adopted = wait_until(adopt)
+        assert adopted is not None
         response = ingest.post("turns", _item(1, _SECOND))
         adopted.append(_SECOND.prompt_ids, _SECOND.response_ids, logprobs=_SECOND.logprobs)
         adopted.seal(reward=1.0)
