@@ -74,14 +74,14 @@ def results_of(model: HostedClient) -> dict[int, bytes]:
         "engine.after_finish@2",
         "engine.after_run@9",  # a step
         "engine.after_run@12",  # a save, with its record
-        "engine.after_finish@11",
+        pytest.param("engine.after_finish@11", marks=pytest.mark.campaign),
         "engine.after_save",  # the first of two saves
         "engine.after_durable",  # the creation
         "engine.after_durable@2",  # a step
         "engine.before_cover@4",  # the load
         "engine.after_cover",
-        "engine.after_cover@4",
-        "engine.after_finish@19",
+        pytest.param("engine.after_cover@4", marks=pytest.mark.campaign),
+        pytest.param("engine.after_finish@19", marks=pytest.mark.campaign),
     ],
 )
 def test_killed_worker_changes_no_result_and_no_weight(

@@ -195,14 +195,14 @@ def undisturbed(
     "failpoint",
     [
         "engine.after_run@2",  # a gradient of a run, without a result
-        "engine.after_run@4",
+        pytest.param("engine.after_run@4", marks=pytest.mark.campaign),
         "engine.after_stepped",  # a run has the step, the result is not written
         "engine.after_finish@7",
         "engine.before_cover@3",
         "engine.before_committed",  # the checkpoint has a step that is not committed
         "engine.after_cover@3",  # the load, between two mini-batches of a step
-        "engine.after_finish@11",
-        "engine.after_stepped@3",
+        pytest.param("engine.after_finish@11", marks=pytest.mark.campaign),
+        pytest.param("engine.after_stepped@3", marks=pytest.mark.campaign),
     ],
 )
 def test_killed_worker_trains_each_mini_batch_once_to_equal_weights(
