@@ -4,7 +4,7 @@ import pytest
 
 from testkit.run_driver import RunDriver
 from testkit.scripts import script
-from turnstream.errors import ConflictError, FencedError, TurnGapError
+from turnstream.errors import ConflictError, FencedError, GroupTooLargeError, TurnGapError
 
 pytestmark = pytest.mark.redis
 
@@ -37,6 +37,18 @@ def test_repeated_append_is_stored_once(run: RunDriver, num_repeated: int) -> No
 
     assert stored == [num_repeated, 0, 3 - num_repeated, 0]
     assert run.turns() == [(b"0-1", TURN_0), (b"0-2", TURN_1), (b"0-3", SEAL)]
+
+
+def test_trajectory_has_at_most_48_mb_of_turns(run: RunDriver) -> None:
+    large = [bytes([65 + turn]) * (8 << 20) for turn in range(6)]
+    for turn, record in enumerate(large):
+        run.do(run.append(record, first=turn))
+
+    with pytest.raises(GroupTooLargeError, match="turn 6: the trajectory would have 50331652 byt"):
+        run.do(run.append(b"more", SEAL, first=6, seals=True))
+
+    assert len(run.turns()) == 6
+    assert run.do(run.append(large[5], SEAL, first=5, seals=True)) == 1
 
 
 def test_another_content_is_a_conflict_and_changes_nothing(run: RunDriver) -> None:

@@ -28,7 +28,7 @@
         ├── StoreBehindError                the store does not know what the token claims
         ├── ObserverExpiredError            an observer was silent for too long: declare it anew
         ├── ReleasedError                   a step or a version that is no longer retained: names it
-        ├── GroupTooLargeError              a group with more samples or bytes than there may be
+        ├── GroupTooLargeError              a group or trajectory above its limit
         ├── PromptsExhaustedError           every prompt of the run is done, and no other was added
         └── EndOfRunError                   the run is closed and everything in it was delivered
 
@@ -319,7 +319,7 @@ class ReleasedError(RejectedError):
 
 
 class GroupTooLargeError(RejectedError):
-    """A group has more samples, or needs more bytes, than the run allows. Names what to change."""
+    """A group or trajectory has more samples or bytes than is allowed. Names what to change."""
 
 
 class PromptsExhaustedError(RejectedError):

@@ -38,7 +38,7 @@ _KINDS: Final[tuple[tuple[type[Exception], _Kind], ...]] = (
     (errors.ReleasedError, _Kind(410, "released", "It is no longer retained")),
     (errors.EndOfRunError, _Kind(409, "end-of-run", "The run is closed")),
     (errors.PromptsExhaustedError, _Kind(409, "prompts-exhausted", "Every prompt is done")),
-    (errors.GroupTooLargeError, _Kind(422, "group-too-large", "The group can never be admitted")),
+    (errors.GroupTooLargeError, _Kind(422, "group-too-large", "It is above its limit")),
     (errors.ConflictError, _Kind(409, "conflict", "Another content is stored")),
     (errors.FencedError, _Kind(409, "fenced", "Another owner has taken over")),
     (errors.TurnGapError, _Kind(409, "turn-gap", "An earlier turn is missing")),

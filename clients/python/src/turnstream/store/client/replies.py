@@ -20,7 +20,7 @@ EXPIRED           ObserverExpiredError                      an observer was sile
 CLOSED            EndOfRunError                             the run takes no new group
 RELEASED          ReleasedError                             a step that is no longer retained
 RANK_UNCONFIRMED  NotReadyError                             a step that a rank may not have yet
-TOOLARGE          GroupTooLargeError                        a group that can never be admitted
+TOOLARGE          GroupTooLargeError                        a group or trajectory above its limit
 DAMAGED           CorruptRecordError                        a damaged counter; nothing was written
 NOPERM            AccessDeniedError                         user or API key may not do this
 ================  ====================  ==================  ========================================

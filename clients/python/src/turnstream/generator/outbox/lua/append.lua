@@ -41,6 +41,9 @@
 --   CONFLICT  another writer has the same epoch; a turn or the seal is there with another content; or
 --             there are turns after the seal
 --   GAP       fact: k; turn k is missing
+--   TOOLARGE  its turns would have more than MOST_BYTES; nothing was written
+
+local MOST_BYTES = 48 * 1024 * 1024  -- of all turns: a reader takes them in one reply
 
 local epoch, kind, caller = string.match(ARGV[1], '^(%d+)([:/]?)(.*)$')
 local holder, writer, turns, sealed, bytes, released = unpack(
@@ -108,6 +111,15 @@ end
 local num_new = 0
 if sealed ~= '1' then
   num_new = num_turns - num_known + (seals and 1 or 0)
+end
+local num_bytes = bytes
+for i = #ARGV - num_new + 1, 3 + num_turns do
+  num_bytes = num_bytes + #ARGV[i]
+end
+if num_bytes > MOST_BYTES then
+  return redis.error_reply(string.format('TOOLARGE turn %.0f: the trajectory would have %.0f bytes, '
+    .. 'more than %.0f: use smaller columns, or end it before this turn', last - 1, num_bytes,
+    MOST_BYTES))
 end
 for i = #ARGV - num_new + 1, #ARGV do
   redis.call('XADD', KEYS[1], '0-' .. (first + i - 3), 'r', ARGV[i])
