@@ -28,6 +28,7 @@ from turnstream_server.bus.leadership.writes import write_command
 from turnstream_server.bus.planning.ending import Attempt
 from turnstream_server.bus.planning.plan_writes import GROUP_WEIGHT, StepFacts, commit, mark
 from turnstream_server.bus.planning.plan_writes import SLICE as PLAN_SLICE
+from turnstream_server.bus.planning.replans import MAX_WITHDRAWN
 from turnstream_server.bus.planning.settling import SLICE as END_SLICE
 from turnstream_server.bus.planning.settling import GroupState, settle, settle_evaluation
 from turnstream_server.bus.planning.trajectories import MAX_KEPT_BYTES, MAX_KEPT_EVENTS
@@ -54,11 +55,8 @@ CONSTANT: Final = {
 DEADLINES_PER_CALL: Final = 200
 ORPHANED_PER_CALL: Final = 4
 REJECTED_PER_CALL: Final = 25
-BATCH: Final = 3_000
-"""Trajectories of a large batch: no setting limits them, and the plan is written whole."""
-
 PLANNED: Final = [
-    each for group in range(BATCH // 1_000) for each in ids_of(1_000, group=f"{group}")
+    each for group in range(MAX_WITHDRAWN // 2) for each in ids_of(2, group=f"{group}")
 ]
 
 
@@ -127,7 +125,7 @@ def reject_events(store: LimitStore) -> list[Command]:
 def batch_of_groups(store: LimitStore, state: str, entry: str) -> None:
     """Write the trajectories of a large batch."""
     groups = sorted({each.partition("/")[0] for each in PLANNED})
-    store.fill(store.keys.groups, ((each, f"1000:{state}") for each in groups))
+    store.fill(store.keys.groups, ((each, f"2:{state}") for each in groups))
     store.fill(store.keys.ledger, ((each, entry) for each in PLANNED))
     store.fill(store.keys.held, ((each, "70000") for each in PLANNED))
     store.fill(store.keys.tasks, ((each, each) for each in groups))
@@ -185,10 +183,13 @@ def leader_write(store: LimitStore) -> list[Command]:
 
 @worst(WORST)
 def withdraw_plans(store: LimitStore) -> list[Command]:
-    """A large batch, a tenth of which is dead."""
+    """The largest plans that are withdrawn, a tenth of which is dead."""
     batch_of_groups(store, "planned", "planned:1")
-    store.fill(store.keys.frontier, [("planned", 1), ("planned_groups", 3), ("replan", "q")])
-    store.fill(store.keys.batches, [("1", "3000:" + "f" * 64)])
+    store.fill(
+        store.keys.frontier,
+        [("planned", 1), ("planned_groups", MAX_WITHDRAWN // 2), ("replan", "q")],
+    )
+    store.fill(store.keys.batches, [("1", f"{MAX_WITHDRAWN}:" + "f" * 64)])
     store.client.xadd(store.keys.plan, {"r": b"m" * 1_000_000}, id="1-0")
     words: list[str | bytes | int] = ["q", 1, 1, "f" * 64, "1-1", b"s" * 1_000_000, b"event", "{}"]
     for number, each in enumerate(PLANNED):

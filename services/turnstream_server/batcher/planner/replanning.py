@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from turnstream.batching.fold.withdrawing import state_before, with_planned_reward
+from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import ConflictError, RecordError
 from turnstream.records.snapshots import PlannerSnapshot, encode_snapshot
 from turnstream.store.client import keys
@@ -21,6 +22,7 @@ from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.planning.replans import (
     MAX_NAMED,
+    MAX_WITHDRAWN,
     Withdrawal,
     refuse_replan,
     withdraw_plans,
@@ -29,6 +31,21 @@ from turnstream_server.bus.planning.trajectories import read_posted_rewards, rea
 from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
+
+
+def check_size(manifests: Sequence[Manifest]) -> None:
+    """Check that plans are not too large to be withdrawn at once.
+
+    Raises:
+        ConflictError: they have more than MAX_WITHDRAWN trajectories.
+    """
+    number = sum(each.num_trajectories for each in manifests)
+    if number > MAX_WITHDRAWN:
+        raise ConflictError(
+            f"steps {manifests[0].step} to {manifests[-1].step} have {number} trajectories, and at "
+            f"most {MAX_WITHDRAWN} are planned again: continue in a fork of the run, which begins "
+            "after its last checkpoint"
+        )
 
 
 class Replanner:
@@ -87,8 +104,9 @@ class Replanner:
         known: PlannerSnapshot,
     ) -> Withdrawal:
         """Return the withdrawal, and the state of a planner that made none of these plans."""
-        members = await self._read_members(batches, dead)
         manifests = [batch.manifest for batch in batches]
+        check_size(manifests)
+        members = await self._read_members(batches, dead)
         first = manifests[0]
         before = replace(
             known,

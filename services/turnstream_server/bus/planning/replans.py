@@ -26,6 +26,9 @@ from turnstream_server.bus.leadership.leadership import LeaderScript, Term
 MAX_NAMED: Final = 16
 """Dead trajectories that an answer names; the dead letters have all."""
 
+MAX_WITHDRAWN: Final = 4_000
+"""Trajectories of the plans that one call withdraws: about 30 ms of the store."""
+
 _PAUSE_S: Final = 0.2
 """Pause between two reads of the answer."""
 
