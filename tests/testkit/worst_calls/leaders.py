@@ -25,6 +25,7 @@ from turnstream_server.bus.core.scan import PAGE_BYTES, PAGE_EVENTS
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.leadership.snapshots import TRIM_SLICE
 from turnstream_server.bus.leadership.writes import write_command
+from turnstream_server.bus.planning.deadlines import fire_orphaned
 from turnstream_server.bus.planning.ending import Attempt
 from turnstream_server.bus.planning.plan_writes import GROUP_WEIGHT, StepFacts, commit, mark
 from turnstream_server.bus.planning.plan_writes import SLICE as PLAN_SLICE
@@ -53,42 +54,10 @@ CONSTANT: Final = {
 }
 
 DEADLINES_PER_CALL: Final = 200
-ORPHANED_PER_CALL: Final = 4
 REJECTED_PER_CALL: Final = 25
 PLANNED: Final = [
     each for group in range(MAX_WITHDRAWN // 2) for each in ids_of(2, group=f"{group}")
 ]
-
-
-def attempts_at_limit(store: LimitStore) -> list[str]:
-    """Write a group of 8 samples with all of its attempts; return them."""
-    attempts = LARGEST_GROUP // 8
-    ids = [f"{GROUP}/{sample}/{attempt}" for sample in range(8) for attempt in range(attempts)]
-    opened(store, ids)
-    store.fill(store.keys.groups, [(GROUP, "8:open")])
-    store.fill(store.keys.members, [(GROUP, f"8:{attempts - 1}:0:{NAME}")])
-    return ids
-
-
-def attempts_of_old_release(store: LimitStore) -> None:
-    """Write a group with an attempt far above the known ones, which an earlier release accepted."""
-    store.fill(store.keys.groups, [("old", "1024:open")])
-    store.fill(store.keys.members, [("old", "1024:999:0:")])
-    opened(store, ["old/0/0"])
-    store.fill(store.keys.ledger, [("old/0/999", "sealed:1"), ("old/0/0", "sealed:1")])
-
-
-@worst(WORST)
-def end_orphaned(store: LimitStore) -> list[Command]:
-    """The most groups of one call, of the largest size, with all attempts ended."""
-    store.client.hset(store.keys.frontier, "closed", 1)
-    ids = attempts_at_limit(store)
-    store.fill(store.keys.ledger, ((each, "sealed:1") for each in ids))
-    attempts_of_old_release(store)
-    return [
-        store.call("end_orphaned", *[each, 0, b"record"] * ORPHANED_PER_CALL)
-        for each in (GROUP, "old")
-    ]
 
 
 @worst(WORST)
@@ -170,6 +139,7 @@ def leader_write(store: LimitStore) -> list[Command]:
     ended = GroupEvaluated(group_id="eval", keys=(), result=None, total=None)
     part = open_group(store, "part", state="open", num_open=LARGEST_GROUP)
     last = open_group(store, "last", state="open", num_open=END_SLICE)
+    store.client.hset(store.keys.frontier, "closed", 1)
     evaluated = open_group(store, "eval", state="evaluating", num_open=END_SLICE)
     changes = [
         commit(facts, manifest(), small, manifest_hash="f" * 64, record=b"m" * 1_000_000),
@@ -177,6 +147,7 @@ def leader_write(store: LimitStore) -> list[Command]:
         settle(part, cut, limits_open=True),
         settle(last, cut, limits_open=True),
         settle_evaluation(evaluated, ended, versions=()),
+        fire_orphaned(open_group(store, "orphaned", state="open", num_open=0)),
     ]
     return [write_command(term, each) for each in changes if each is not None]
 

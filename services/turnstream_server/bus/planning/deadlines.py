@@ -16,20 +16,17 @@ from turnstream.store.run.budget import lease_of_seal
 from turnstream.store.run.leases import MAX_LAPSED, LapsedTrajectory, list_lapsed_async
 from turnstream.types import DeadlineFired, TrajectoryAbandoned
 from turnstream_server.bus.leadership.leadership import LeaderScript, Term
+from turnstream_server.bus.leadership.writes import Changes, Difference, read_facts, write_all
+from turnstream_server.bus.planning.settling import GroupState, read_group_states
 from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
 
 _FIRE = LeaderScript("fire_deadlines", "planning", "deadlines members events config rewards")
-_END_ORPHANED = LeaderScript(
-    "end_orphaned", "planning", "frontier groups members ledger events deadlines"
-)
 _ABANDON = LeaderScript("abandon_lapsed", "planning", "ledger leases counts events")
 _APPEND = Script("append", "turnstream.generator.outbox")
 _POST_SEALED = Script("post_sealed", "turnstream.generator.outbox")
 _PER_CALL: Final = 200
-_ORPHANED_PER_CALL: Final = 4
-"""Groups of one call, which reads every attempt of each."""
 _FENCE: Final = "abandoned"
 """Name of the writer that fences the payload of abandoned trajectories."""
 
@@ -69,30 +66,56 @@ def _event(member: str, num_refills: int) -> DeadlineFired:
 
 async def find_orphaned(term: Term, group_ids: Sequence[str]) -> dict[str, int]:
     """Return the groups of a closed run without a writer, with the refills granted to each."""
-    replies = await _end_orphaned(term, [(each, "", b"") for each in group_ids])
-    found = zip(group_ids, replies, strict=True)
-    return {group_id: refills for group_id, refills in found if refills >= 0}
+    found = await _read_orphaned(term, group_ids)
+    return {group_id: group.num_granted for group_id, group in found.items()}
 
 
 async def end_orphaned(term: Term, orphaned: Mapping[str, int]) -> int:
-    """Fire the deadlines of groups without a writer; return their number."""
-    items = [
-        (each, refills, encode_event(DeadlineFired(group_id=each, num_refills=refills)))
-        for each, refills in orphaned.items()
+    """Fire the deadlines of groups without a writer; return their number.
+
+    A group that has a writer since, or another refill, stays as it is.
+    """
+    changes = [
+        fire_orphaned(group)
+        for group_id, group in (await _read_orphaned(term, [*orphaned])).items()
+        if group.num_granted == orphaned[group_id]
     ]
-    return (await _end_orphaned(term, items)).count(-2)
+    found = await write_all(term, changes)
+    return sum(not isinstance(each, Difference) for each in found)
 
 
-async def _end_orphaned(term: Term, items: Sequence[tuple[str, int | str, bytes]]) -> list[int]:
-    replies: list[int] = []
-    for start in range(0, len(items), _ORPHANED_PER_CALL):
-        words = [
-            word
-            for group_id, refills, record in items[start : start + _ORPHANED_PER_CALL]
-            for word in (keys.encode_name(group_id), refills, record)
-        ]
-        replies += await _END_ORPHANED.run(term, *words)
-    return replies
+def is_orphaned(group: GroupState) -> bool:
+    """Return whether no generator holds an undecided group: none of its attempts is open.
+
+    An attempt that waits for its reward holds it too.
+    """
+    return group.state in {"open", "evaluating"} and not any(
+        each.state in {"open", "awaiting_reward"} for each in group.attempts
+    )
+
+
+def fire_orphaned(group: GroupState) -> Changes:
+    """Return the writes that fire the deadline of a group of a closed run, if it has no writer."""
+    changes = Changes()
+    changes.expect("frontier", "closed", b"1")
+    changes.expect("groups", group.name, group.entry)
+    changes.expect("members", group.name, group.members)
+    for each in group.attempts:
+        changes.expect("ledger", each.trajectory_id, each.entry)
+    group_id = keys.decode_name(group.name)
+    event = DeadlineFired(group_id=group_id, num_refills=group.num_granted)
+    changes.write_entry("events", encode_event(event))
+    changes.write("ZREM", "deadlines", f"group:{group.name}")
+    return changes
+
+
+async def _read_orphaned(term: Term, group_ids: Sequence[str]) -> dict[str, GroupState]:
+    frontier = keys.run_keys(term.run).frontier
+    if (await read_facts(term, ("HGET", frontier, "closed"))) != [b"1"] or not group_ids:
+        return {}
+    names = {keys.encode_name(each): () for each in group_ids}
+    groups = await read_group_states(term, names)
+    return {keys.decode_name(each.name): each for each in groups if is_orphaned(each)}
 
 
 async def abandon_lapsed(term: Term, *, until_ms: int) -> bool:
