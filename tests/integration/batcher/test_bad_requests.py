@@ -42,6 +42,9 @@ BAD: dict[str, tuple[Any, ...]] = {
     "previous_hash": ("h" * 129,),
     "manifest_hash": ("h" * 129,),
     "weights_uri": ("w" * 4097,),
+    "first_mini_batch": (),  # a caller that has other mini-batches gets all of them
+    "first_byte": (2**53, 2**64 - 1),
+    "content_hash": ("h" * 129,),
 }
 ALSO_BAD: dict[tuple[str, str], tuple[Any, ...]] = {
     ("Start", "session"): ("",),
@@ -176,7 +179,7 @@ async def test_cancelled_transfer_is_logged_once(house, caplog):
     assert len(await trainer.get(1)) == 1
 
 
-def large_group(num_tokens: int = 2_000_000) -> Group:
+def large_group(num_tokens: int = 1_000_000) -> Group:
     """Return a group whose batch is far larger than the window of a connection."""
 
     def member(sample: int) -> Trajectory:

@@ -1,5 +1,6 @@
 """The ends of runs and of evaluations."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -179,6 +180,22 @@ def ended(group_id: str = "e", *, version: int | None = 3) -> GroupEvaluated:
 
 async def settle(run: Any, *groups: GroupEvaluated) -> None:
     await settle_groups(run.term, groups)
+
+
+async def test_newest_result_of_a_version_has_all_evaluations_before_it(run: Any) -> None:
+    for group_id in ("e", "f", "g"):
+        await run.open(group_id, num_sealed=1, purpose=Purpose.EVAL)
+    decisions = [ended(each) for each in ("e", "f", "g")]
+    totals = [
+        dataclasses.replace(each, total=dataclasses.replace(each.total, num_groups=number))
+        for number, each in enumerate(decisions, 1)
+        if each.total is not None
+    ]
+
+    await settle(run, *totals)
+
+    (found,) = eval_results(run.store, run.name)
+    assert found.num_groups == 3
 
 
 async def test_an_evaluation_ends_with_its_result_and_the_rest_is_surplus(run: Any) -> None:

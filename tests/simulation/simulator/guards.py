@@ -15,11 +15,10 @@ from turnstream.batching.fold.members import GroupMembers
 from turnstream.batching.planning.selection import Selector
 from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.resend import ResendBuffer
-from turnstream_server.batcher.planner import leader, releaser
+from turnstream_server.batcher.planner import releaser
 from turnstream_server.batcher.planner.leader import Leader
 from turnstream_server.bus.core.server_instance import PinnedClient
 from turnstream_server.bus.leadership.writes import Changes
-from turnstream_server.bus.planning import plan_writes
 
 Break = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -87,10 +86,6 @@ async def _all_of(_: Any, __: str, names: list[str]) -> set[str]:
     return set(names)
 
 
-async def _mark_nothing(_: Any) -> None:
-    return None
-
-
 def _without(add: Callable[..., None], field: str) -> Callable[..., None]:
     def add_others(changes: Changes, key: str, name: str, number: int) -> None:
         if name != field:
@@ -126,9 +121,6 @@ GUARDS: Final[dict[str, Break]] = {
     ),
     "leader_write: facts that have changed": condition("if refusal then"),
     "plan: the groups of a step": method(Changes, "add", _without(Changes.add, "planned_groups")),
-    "plan: groups that a dead leader has not marked": both(
-        method(plan_writes, "SLICE", 1), method(leader, "finish_marking", _mark_nothing)
-    ),
     "release_bytes: bytes of a batch": condition(
         "if string.sub(entries[i] or '', 1, 8) == 'planned:' then"
     ),

@@ -43,7 +43,7 @@ class StreamInMemory:
     ) -> None:
         self.run = "demo"
         self.config = replace(testkit.config(2), estimator=estimator)
-        self.newest_version = newest_version
+        self.newest_version = self.version_before = newest_version
         self.calls: list[Any] = []
         self.on_committed: Callable[[RecoveryToken], None] = lambda _: None
         self._build = build

@@ -62,16 +62,32 @@ async def settle_groups(term: Term, settled: Sequence[Settlement]) -> None:
         ConflictError: a group is in a batch already, or was never opened.
     """
     await _end_members(term, [each for each in settled if isinstance(each, MemberDropped)])
-    groups = [each for each in settled if not isinstance(each, MemberDropped)]
+    groups: list[_GroupDecision] = [each for each in settled if not isinstance(each, MemberDropped)]
     refusals: list[ConflictError] = []
     while groups:
-        first = {each.group_id: each for each in reversed(groups)}  # in order, for each group
-        some = list(itertools.islice(first.values(), _PER_ROUND))
+        some = next_round(groups)
         left = await _settle_round(term, some, refusals)
         done = {*map(id, some)} - {*map(id, left)}
         groups = [each for each in groups if id(each) not in done]
     if refusals:
         raise refusals[0]
+
+
+def next_round(decisions: Sequence[_GroupDecision]) -> list[_GroupDecision]:
+    """Return the decisions that can be written together: the first, and some after it.
+
+    A group has one at a time. An evaluation stands alone: the result of its version has those of
+    all evaluations before it.
+    """
+    some: dict[str, _GroupDecision] = {}
+    for each in decisions:
+        is_evaluation = isinstance(each, GroupEvaluated)
+        if some and (is_evaluation or each.group_id in some or len(some) == _PER_ROUND):
+            break
+        some[each.group_id] = each
+        if is_evaluation:
+            break
+    return list(some.values())
 
 
 async def grant_refill(term: Term, wanted: RefillWanted) -> bool:
