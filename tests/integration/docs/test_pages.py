@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +30,7 @@ from turnstream.store.run.evals import eval_results
 from turnstream.store.run.tasks import read_prompt_counts
 from turnstream.types import RecoveryToken, TrajectoryKey, TrajectoryState
 from turnstream_server.batcher.planner.releaser import LONGEST_PAUSE_S
+from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.spec import SmallModelSpec
@@ -72,9 +76,10 @@ def stored(run: str, trajectory_id: str) -> list[tuple[list[int], list[int]]]:
 def test_every_page_with_code_is_run(open_page: Callable[[Path], Any]) -> None:
     paths = sorted((REPOSITORY / "docs").rglob("*.md"))
     names = [path.stem.lower().replace("-", "_") for path in paths if open_page(path).blocks()]
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
 
     assert len(names) >= 7
-    assert [name for name in names if f"test_{name}_runs_as_printed" not in globals()] == []
+    assert [name for name in names if f"def test_{name}_runs_as_printed(" not in tests] == []
 
 
 def test_responses_runs_as_printed(runner: Runner) -> None:
@@ -202,6 +207,26 @@ def test_http_runs_as_printed(runner: Runner) -> None:
     runner.names["service"].close()
 
     assert sum(by_state("demo").values()) == 2
+
+
+def test_requests_of_the_http_page_may_be_repeated(runner: Runner) -> None:
+    runner.open("docs/http.md")
+    commands = runner.text.partition("```sh\n")[2].partition("```")[0]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
+    for _ in range(2):
+        output = subprocess.run(
+            ["sh", "-ec", commands],
+            env={**os.environ, "PATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        ).stdout
+        assert '"status":201' in output
+
+    with turnstream.connect() as service:
+        wait_until(lambda: read_frontier(service._client, "lab").planned == 1)
+        assert read_ledger(service._client, "lab").accepted == 1
 
 
 def test_weights_runs_as_printed(runner: Runner) -> None:

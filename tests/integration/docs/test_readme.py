@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,14 +51,14 @@ def frontier(service: turnstream.Service) -> Frontier:
     return read_frontier(service._client, "demo")
 
 
-def test_readme_has_three_short_programs() -> None:
+def test_readme_has_two_short_programs() -> None:
     counts = {
         name: sum(bool(line) and not line.startswith(("#", "import")) for line in text.split("\n"))
         for name, text in programs().items()
     }
 
-    assert counts.keys() == {"generator.py", "trainer.py", "tinker_train.py"}
-    assert max(counts.values()) <= 15
+    assert counts.keys() == {"generator.py", "trainer.py"}
+    assert max(counts.values()) <= 13
 
 
 def test_programs_of_the_readme_survive_kills_with_the_sdk_alone(folder: Path) -> None:
@@ -80,55 +78,6 @@ def test_trainer_of_the_readme_survives_a_kill_under_torchrun(folder: Path) -> N
 
     assert frontier.dp_world_size == 2
     assert {path.name for path in folder.glob("*.pt")} == {"checkpoint-0.pt", "checkpoint-1.pt"}
-
-
-@pytest.mark.campaign
-def test_tinker_program_of_the_readme_trains_and_samples(
-    own_folder: Path, up: Callable[..., contextlib.AbstractContextManager[Path]]
-) -> None:
-    make_model, start_up, *exports = _commands("tinker SDK")
-    subprocess.run([*CLI, *make_model.split()[1:]], check=True)
-    with up(*start_up.split()[2:]) as output:
-        printed = output.read_text().splitlines()
-        assert all(line in printed for line in exports)
-        variables = dict(line.removeprefix("export ").split("=", 1) for line in exports)
-        program = subprocess.run(
-            [sys.executable, "-c", programs()["tinker_train.py"]],
-            env={**os.environ, **variables},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-    *losses, samples = program.stdout.splitlines()
-    assert float(losses[-1]) < float(losses[0]) / 3
-    assert samples.startswith("b' quick")
-
-
-@pytest.mark.usefixtures("stack")
-def test_requests_of_the_readme_may_be_repeated() -> None:
-    section = README.read_text(encoding="utf-8").partition("### Over HTTP")[2]
-    commands = section.partition("```sh\n")[2].partition("```")[0]
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-
-    for _ in range(2):
-        command = ["sh", "-ec", commands]
-        output = subprocess.run(
-            command, env={**os.environ, "PATH": path}, stdout=subprocess.PIPE, text=True, check=True
-        ).stdout
-        assert '"status":201' in output
-
-    with turnstream.connect() as service:
-        wait_until(lambda: read_frontier(service._client, "lab").planned == 1)
-        assert read_ledger(service._client, "lab").accepted == 1
-
-
-def _commands(heading: str) -> list[str]:
-    """Return the lines of the first block of commands after a heading."""
-    text = README.read_text(encoding="utf-8")
-    section = text[text.index(heading) :]
-    found = re.search(r"^```\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
-    assert found is not None
-    return found[1].splitlines()
 
 
 def survive_kills(
