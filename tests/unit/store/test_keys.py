@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,13 @@ def test_every_key_is_declared(run: str, group_id: str) -> None:
     declared = [declared_type(key) for key in everything]
 
     assert None not in declared
+
+
+def test_every_key_of_a_run_has_one_row_in_architecture() -> None:
+    text = (Path(__file__).parents[3] / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    section = text.split("## The keys of a run\n")[1].split("\n## ")[0]
+
+    rows = re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE)
+
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed) == sorted(keys.RunKeys._fields)
