@@ -90,24 +90,25 @@ class BatchingConfig:
         masked_reward: whether the reward of a masked trajectory is compared with the others of its
             group. "keep" compares it. "leave_out" does not: a group needs two others to be trained,
             and it waits for `num_needed` others while more samples may come.
-        group_filters: rules by which complete groups are filtered, not trained (GroupFilter). The
-            first rule that holds gives the reason.
+        group_filters: rules by which complete groups are filtered, not trained: objects with the
+            fields of GroupFilter. The first rule that holds gives the reason.
         max_staleness: steps a group may lag behind the weights it trains; bounds admission.
         max_open_groups: limit of groups in flight, neither decided nor planned; bounds admission
             too. 0 means no limit.
-        max_samples: samples that one group may have. A revision leaves open groups unchanged.
+        max_samples: samples that one group may have; no group has more than 4,096. A revision
+            leaves open groups unchanged.
         max_age_policy: rule for tokens more than `max_staleness` steps older than the weights that
             they train, when their batch is planned. "keep" trains them, "mask" leaves them
             untrained, "drop" expires their group and admits another. Plans ahead of the trainer
             count for future weights: if most groups are as old as `max_planned_ahead`,
             `max_staleness` must be larger.
-        selection: order in which a batch takes complete groups: by opening, by the oldest version
-            of a trained token, or by completion.
+        selection: order in which a batch takes complete groups: by opening ("in_order"), by the
+            oldest version of a trained token, or by completion.
         max_planned_ahead: batches planned beyond the next step. 0 if `max_staleness` is 0.
         pad_token_id: written into padding positions; never read by the loss.
         max_tokens_per_micro_batch: largest cost of one forward pass; 0 means no limit.
-        micro_batch_cost: cost model of a pass: rows x longest row, the sum of the rows, or
-            a * L + b * L * L summed over their lengths L.
+        micro_batch_cost: cost model of a pass. "padded": rows x longest row. "packed": the sum of
+            the rows. "quadratic": a * L + b * L * L summed over their lengths L.
         cost_per_token: a of "quadratic".
         cost_per_squared_token: b of "quadratic"; a transformer of hidden size h has b / a = 1 / 6h.
         over_long: a row above the cost of a pass has a pass "alone", or its trajectory is not
@@ -126,10 +127,11 @@ class BatchingConfig:
             interleaved pipeline. Inert rows fill the others.
         rows_multiple_of: the rows of a mini-batch on all ranks, inert ones included, are a multiple
             of this and of the number of ranks.
-        extra_columns: columns that turns have in addition to tokens, sorted by name.
-        lease_s: silence after which a writer loses its open trajectories, and any other may adopt
-            them.
-        takeover_s: time after that for an adoption; then they are abandoned.
+        extra_columns: columns that turns have in addition to tokens, sorted by name: objects with
+            the fields of DeclaredColumn.
+        lease_s: seconds of silence after which a writer loses its open trajectories, and any
+            other may adopt them.
+        takeover_s: seconds after that for an adoption; then they are abandoned.
         group_deadline_s: seconds from the opening of a group, or from its newest refill, after
             which `deadline_policy` decides it; 0 means never. Only the time with a leading batcher
             counts, on a monotonic clock.
