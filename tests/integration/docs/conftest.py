@@ -72,6 +72,12 @@ class Runner:
         self.text = self._page.text
         self.names.update(brought)
 
+    def take_block(self) -> str:
+        """Return the next block, a program that the test starts itself."""
+        assert self._page is not None
+        self._next += 1
+        return self._page.blocks()[self._next - 1][1]
+
     def run_block(self) -> None:
         """Run the next block as it is printed."""
         assert self._page is not None

@@ -6,6 +6,7 @@ import ast
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -80,6 +81,70 @@ def test_every_page_with_code_is_run(open_page: Callable[[Path], Any]) -> None:
 
     assert len(names) >= 7
     assert [name for name in names if f"def test_{name}_runs_as_printed(" not in tests] == []
+
+
+ENVIRONMENT = """
+import itertools, sys
+
+numbers = itertools.count(1)
+
+def sample(prompt_ids):
+    if next(numbers) == int(sys.argv[1]):
+        sys.stdin.read()  # until the test kills the process
+    return [len(prompt_ids)]
+
+def answer(response_ids):
+    return [4, 5]
+
+def judge(prompt_ids):
+    return len(prompt_ids)
+"""
+
+
+def test_crashes_runs_as_printed(runner: Runner) -> None:
+    """Takes more than 5 s: it starts a generator three times."""
+    brought: dict[str, Any] = {}
+    exec(ENVIRONMENT.replace("sys.argv[1]", "0"), brought)
+    runner.open(
+        "docs/crashes.md", **{name: brought[name] for name in ("sample", "answer", "judge")}
+    )
+    Path("environment.py").write_text(ENVIRONMENT)
+    rollouts = runner.take_block()
+
+    def start(*, hold_at: int) -> subprocess.Popen[str]:
+        program = [sys.executable, "-c", rollouts, str(hold_at)]
+        return subprocess.Popen(
+            program, cwd=Path.cwd(), text=True, stdin=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def kill_after(writer: subprocess.Popen[str], trajectory: str, *, num_turns: int) -> str:
+        wait_until(
+            lambda: writer.poll() is not None or len(stored("crashed", trajectory)) == num_turns,
+            describe=f"{num_turns} turns of {trajectory}",
+            timeout_s=60,
+        )
+        writer.kill()
+        _, printed = writer.communicate()
+        assert writer.returncode == -signal.SIGKILL, printed
+        return printed
+
+    # A sample has four turns; the group of two samples has eight.
+    assert kill_after(start(hold_at=14), "task-1/1/0", num_turns=1) == ""
+    printed = kill_after(start(hold_at=8), "task-2/0/0", num_turns=3)
+    assert printed in runner.text
+    runner.run_block()
+    last = start(hold_at=0)
+    assert last.wait(60) == 0
+    last.communicate()
+
+    with turnstream.connect().run("crashed").batches() as batches:
+        for step in batches:
+            for mini_batch in step:
+                assert mini_batch.to_torch("cpu").loss_mask_BR.sum(1).tolist() == [4, 4, 4, 4]
+            step.done()
+            step.commit()
+    assert by_state("crashed") == {COMMITTED: 8, TrajectoryState.ABANDONED: 1}
+    assert "1 x left half-written" in runner.run_commands()
 
 
 def test_responses_runs_as_printed(runner: Runner) -> None:
