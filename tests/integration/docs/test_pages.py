@@ -235,6 +235,14 @@ def test_late_rewards_runs_as_printed(runner: Runner, capsys: pytest.CaptureFixt
     assert "1 rewards came after their groups were decided" in commands
 
 
+def test_branches_runs_as_printed(runner: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+    runner.open("docs/branches.md")
+
+    runner.run_all()
+
+    assert f"\n```\n{capsys.readouterr().out}```\n" in runner.text
+
+
 def test_evaluations_runs_as_printed(runner: Runner) -> None:
     trained: list[Any] = []
     rewards = iter((1.0, 0.0, 0.25, 0.75))
