@@ -30,10 +30,10 @@ LAYOUTS = {
     "### `mini_batch.to_torch_jagged()`": jagged_to_torch,
 }
 SYNONYMS = {"trained_tokens", "advantages", "logprobs", "token_weights"}
-ARGUMENTS = {"current_BR", "old_BR", "behaviour_BR", "reference_BR", "advantages_BR", "mask_BR"}
 LOGPROBS_OF_MODELS = {
     *("response_logprobs", "next_token_logprobs", "token_logprobs", "token_entropies"),
 }
+LOSSES = (losses, policy_losses)
 TOOLS = {"log_ratio", "clipped_exp", "sum_over_row", "mean_over_row", "masked"}
 """Functions that losses and corrections share: no loss by themselves."""
 
@@ -84,25 +84,20 @@ def functions(module: ModuleType) -> dict[str, inspect.Signature]:
     }
 
 
-def defaults(signature: inspect.Signature) -> list[str]:
-    """Return the parameters that have a default, as the page writes them."""
-    parameters = [each for each in signature.parameters.values() if each.name not in ARGUMENTS]
-    return [
-        f"{each.name}={each.default!r}".replace("'", '"')
-        for each in parameters
-        if each.default is not inspect.Parameter.empty
-    ]
+def parameters_of(signature: inspect.Signature) -> list[tuple[str, object]]:
+    """Return the parameters with their defaults, in their order."""
+    return [(each.name, each.default) for each in signature.parameters.values()]
 
 
 @pytest.mark.parametrize(
     ("heading", "modules", "others"),
     [
-        ("## Losses", (losses, policy_losses), LOGPROBS_OF_MODELS | TOOLS),
+        ("## Losses", LOSSES, LOGPROBS_OF_MODELS | TOOLS),
         ("## Corrections", (corrections,), set[str]()),
     ],
     ids=["losses", "corrections"],
 )
-def test_api_page_lists_every_loss_with_its_defaults(
+def test_api_page_lists_every_loss_with_its_signature(
     heading: str, modules: Sequence[ModuleType], others: set[str]
 ) -> None:
     found = {name: each for module in modules for name, each in functions(module).items()}
@@ -113,15 +108,41 @@ def test_api_page_lists_every_loss_with_its_defaults(
     assert others <= found.keys()
     assert listed.keys() == found.keys() - others
     for name, (_, meaning, parameters, source) in listed.items():
-        written = [eval_number(each) for each in re.findall(r"`([^`]*)`", parameters)]
-        assert written == [eval_number(each) for each in defaults(found[name])], name
+        written = [as_parameter(each) for each in re.findall(r"`([^`]*)`", parameters)]
+        assert written == parameters_of(found[name]), name
         assert meaning
         assert set(re.findall(r"arXiv:[0-9.]*[0-9]", source)) <= set(
             re.findall(r"arXiv:[0-9.]*[0-9]", sources)
         )
 
 
-def eval_number(written: str) -> tuple[str, object]:
+def as_parameter(written: str) -> tuple[str, object]:
     """Return the name and the value of a default: 3e-4 and 0.0003 are the same."""
-    name, _, value = written.partition("=")
-    return name, eval(value, {"inf": float("inf")})
+    name, has_default, value = written.partition("=")
+    return name, eval(value, {"inf": float("inf")}) if has_default else inspect.Parameter.empty
+
+
+def test_api_page_explains_every_argument_without_a_default() -> None:
+    modules = (*LOSSES, corrections)
+    found = {name: each for module in modules for name, each in functions(module).items()}
+    needed = {
+        name
+        for each in found.keys() - LOGPROBS_OF_MODELS - TOOLS
+        for name, default in parameters_of(found[each])
+        if default is inspect.Parameter.empty and name != "coefficient" and name != "level"
+    }
+    listed = {name: cells for cells in table("### Arguments") for name in names(cells[0])}
+    tensors = {
+        name
+        for heading in (EVERY_LAYOUT, *LAYOUTS)
+        for cells in table(heading)
+        for name in names(cells[0])
+    }
+
+    assert listed.keys() == needed | {"row_of"}
+    assert {name for cells in listed.values() for name in names(cells[3])} <= tensors
+    assert all(cells[1] and cells[2] for cells in listed.values())
+
+
+def names(cell: str) -> list[str]:
+    return re.findall(r"`(\w+)`", cell)
