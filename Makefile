@@ -2,8 +2,12 @@
 # All of them set up what they need first; a machine with Python 3.11 or newer and make is enough.
 
 PYTHON ?= python3
-# A build with CUDA comes from the package index; name another version or a wheel here.
+# torch alone is not in constraints.txt. The index has builds without CUDA; another one, such as
+# https://download.pytorch.org/whl/cu130, has them with CUDA. TORCH may also be a wheel.
 TORCH ?= torch==2.13.0
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# The releases of all other packages; empty: the newest ones.
+CONSTRAINTS ?= constraints.txt
 # `make demo JSON=FILE` and `make chaos JSON=FILE` also write their summary there.
 JSON ?=
 # Of `make chaos`: how long, and which faults; a seed that failed fails again. The seed also draws fsync or everysec
@@ -19,7 +23,10 @@ CASES ?= 2000
 
 VENV := .venv
 BIN := $(VENV)/bin
+# What the programs need, and what all other targets need in addition.
+DEMO_STAMP := $(VENV)/.demo-stamp
 STAMP := $(VENV)/.setup-stamp
+NEWEST := $(MAKE) VENV=.venv-newest CONSTRAINTS=
 # Older releases of the tinker SDK that tests drive; the newest one is in the environment.
 SDKS := 0.25.0 0.22.7 0.16.1
 PROTO_VENV := .venv-proto
@@ -28,14 +35,20 @@ PYPROJECTS := pyproject.toml clients/python/pyproject.toml
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test campaign check bench figures mutate simulate chaos fuzz proto
+.PHONY: help setup constraints demo test newest campaign check bench figures mutate simulate chaos fuzz proto
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP) ## make the virtual environment .venv (every other target does it too)
 
-demo: $(STAMP) ## run the main job: all services as processes, live generators, a trainer; JSON=FILE
+constraints: ## write the newest release of each package into constraints.txt
+	rm -rf .venv-newest
+	$(NEWEST) setup
+	.venv-newest/bin/python tools/constraints.py > constraints.new
+	mv constraints.new constraints.txt
+
+demo: $(DEMO_STAMP) ## run the main job: all services as processes, live generators, a trainer; JSON=FILE
 	@$(BIN)/turnstream demo $(if $(JSON),--json "$(JSON)")
 
 # Three processes also on two cores: who tests leases and deadlines waits most of the time. One process runs the tests of
@@ -45,6 +58,10 @@ TESTS := PYTHONNODEBUGRANGES=1 $(BIN)/pytest -q -n 3 --dist loadfile --no-loadsc
 
 test: $(STAMP) ## all tests but those of `make campaign`: unit, contract, integration, e2e
 	$(TESTS) tests
+
+newest: ## the same tests with the newest release of each package, in .venv-newest
+	rm -rf .venv-newest
+	$(NEWEST) test
 
 campaign: $(STAMP) ## hours, each night and before a release: faults, redis-server, older SDKs, 500 examples
 	HYPOTHESIS_PROFILE=campaign $(TESTS) -o timeout=1800 -m "campaign or hypothesis" tests
@@ -90,18 +107,27 @@ fuzz: $(STAMP) ## damage stored bytes, requests and bodies at random over batche
 proto: $(PROTO_STAMP) ## compile proto/ with the pinned compiler
 	$(PROTO_VENV)/bin/python tools/generate_wire.py
 
-# torch goes first and alone, so that no range of another package picks its build.
-# pip is brought up to date because --group needs pip 25.1.
-$(STAMP): $(PYPROJECTS)
+PIP := $(BIN)/python -m pip install -q
+# `make demo` ends with the command that plots.
+PACKAGES := -e ./clients/python -e ".[trainer,plot]"
+PINS := $(if $(CONSTRAINTS),-c $(CONSTRAINTS) --build-constraint $(CONSTRAINTS))
+
+# torch goes first and alone, so that no range of another package picks its build. Where its index does not answer, it
+# comes from the index of the other packages. pip is brought up to date for --group and --build-constraint.
+$(DEMO_STAMP): $(PYPROJECTS) $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Turnstream needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
-	@echo "setting up $(VENV) (only after a change of a pyproject.toml)"
+	@echo "setting up $(VENV) (only after a change of a pyproject.toml or of constraints.txt)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --upgrade pip
-	$(BIN)/python -m pip install -q "$(TORCH)"
-	$(BIN)/python -m pip install -q -e ./clients/python -e ".[trainer]" --group dev
+	$(PIP) --upgrade pip $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+	$(PIP) --no-deps $(if $(TORCH_INDEX),--retries 2 --extra-index-url "$(TORCH_INDEX)") "$(TORCH)"
+	$(PIP) $(PINS) $(PACKAGES)
+	@touch $@
+
+$(STAMP): $(DEMO_STAMP)
+	$(PIP) $(PINS) $(PACKAGES) --group dev
 	for release in $(SDKS); do rm -rf .sdk/$$release && \
-	  $(BIN)/python -m pip install -q --no-deps --target .sdk/$$release "tinker==$$release" || exit 1; done
+	  $(PIP) --no-deps --target .sdk/$$release "tinker==$$release" || exit 1; done
 	@touch $@
 
 # The compiler still imports pkg_resources, which setuptools 80 began to drop.

@@ -59,11 +59,15 @@ class Machine:
         self.write("service", f'echo "service $*" >> {log}')
         self.write("apt-get", f'echo "apt-get $*" >> {log}; {apt_get}')
 
-    def run_ci(self) -> subprocess.CompletedProcess[str]:
+    def run_ci(self, *target: str) -> subprocess.CompletedProcess[str]:
         """Run the command of CI."""
         environment = {"PATH": str(self.folder)}
         return subprocess.run(
-            [REPOSITORY / ".ci/run"], env=environment, capture_output=True, check=False, text=True
+            [REPOSITORY / ".ci/run", *target],
+            env=environment,
+            capture_output=True,
+            check=False,
+            text=True,
         )
 
     def log(self) -> list[str]:
@@ -87,6 +91,7 @@ def test_ci_runs_make_test_with_ci_set(machine: Machine) -> None:
     assert done.stdout.splitlines()[0] == f"make test with CI=true in {REPOSITORY}"
     assert machine.log() == []
     assert done.returncode == 0
+    assert machine.run_ci("newest").stdout.startswith("make newest with CI=true")
 
 
 def test_ci_installs_servers_and_stops_their_daemons(machine: Machine) -> None:

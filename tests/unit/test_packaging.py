@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from turnstream.errors import MissingExtraError, TurnstreamError
 from turnstream.optional import from_extra
@@ -83,6 +84,53 @@ def test_make_alone_lists_every_target() -> None:
 
     targets = ("setup", "demo", "test", "check", "bench", "proto")
     assert all(f"make {target} " in shown for target in targets)
+
+
+def test_constraints_have_each_declared_package_but_torch() -> None:
+    lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    projects = ("pyproject.toml", "clients/python/pyproject.toml")
+    needed = [Requirement(each) for project in projects for each in _requirements(project)]
+
+    free = {"torch", "turnstream"}
+    assert {each.name.lower() for each in needed} - pins.keys() == free
+    assert [
+        each for each in needed if each.name not in free and pins[each.name] not in each.specifier
+    ] == []
+    assert [name for name in pins if re.match("torch|triton|nvidia|cuda", name)] == []
+    assert all(
+        re.fullmatch(r"[\w.]+", version) for version in pins.values()
+    )  # neither URL nor build
+
+
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        ("demo", {"-c constraints.txt", "--build-constraint constraints.txt"}),
+        ("setup", {"-c constraints.txt", "--build-constraint constraints.txt", "--group dev"}),
+        ("setup CONSTRAINTS=", {"--group dev"}),
+    ],
+)
+def test_make_installs_fixed_releases_and_for_the_demo_no_tests(
+    target: str, options: set[str]
+) -> None:
+    command = ["make", "-n", *target.split(), "VENV=absent"]
+    environment = {"PATH": os.environ["PATH"]}  # without the options of a make that runs the tests
+
+    shown = subprocess.check_output(command, cwd=REPOSITORY, env=environment, text=True)
+
+    assert {*re.findall(r"-c \w\S+|--build-constraint \S+|--group \S+", shown)} == options
+    (torch,) = re.findall(r".*torch==.*", shown)
+    assert "--no-deps" in torch
+    assert "-c " not in torch
+
+
+def _requirements(project: str) -> list[str]:
+    """Return what a distribution needs, with its extras and its dependency groups."""
+    tables = tomllib.loads((REPOSITORY / project).read_text())
+    table, groups = tables["project"], tables.get("dependency-groups", {})
+    lists = [table["dependencies"], *table["optional-dependencies"].values(), *groups.values()]
+    return [each for own in lists for each in own] + tables["build-system"]["requires"]
 
 
 def _declared(project: str) -> set[str]:

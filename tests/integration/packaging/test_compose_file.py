@@ -135,6 +135,11 @@ def test_images_have_the_packages_for_http_and_traces(
     build = DOCKERFILE.partition(f"FROM base AS build-{target}\n")[2].partition("\nFROM ")[0]
 
     assert f'"./clients/python[http]" ".[{extras}]"' in build
+    pins = build.index(
+        "PIP_CONSTRAINT=/src/constraints.txt PIP_BUILD_CONSTRAINT=/src/constraints.txt"
+    )
+    assert pins < build.index('"./clients/python[http]"')
+    assert "$TORCH" not in build[pins:]  # its index has few packages
     targets = {name: each.get("build", {}).get("target") for name, each in services.items()}
     ours = [name for name in targets if targets[name] == target and name != "model"]  # no service
     assert ours
