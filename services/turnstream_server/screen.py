@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import IO, Any, Final
 
 from rich.console import Console
@@ -15,6 +16,9 @@ _SEEN: Final = {
     **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
 }
 """Characters that a terminal would obey, and what is shown in their place."""
+
+
+_YEAR_10000_MS: Final = 253_402_300_800_000
 
 
 class Screen(Console):
@@ -60,6 +64,17 @@ def shown(value: object) -> str:
             return f"{value:g}"
         case _:
             return str(value)
+
+
+def time_text(ms: int) -> str:
+    """Return a time in UTC as text; as a number if it is after the year 9999.
+
+    >>> time_text(1_700_000_000_123)
+    '2023-11-14 22:13:20+00:00'
+    """
+    if ms >= _YEAR_10000_MS:
+        return f"{ms} ms"
+    return datetime.fromtimestamp(ms / 1_000, UTC).isoformat(sep=" ", timespec="seconds")
 
 
 def make_table(columns: Sequence[str], rows: Iterable[Sequence[object]], **options: Any) -> Table:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -24,9 +23,7 @@ from turnstream_server.bus.admin.dead_letters import (
     open_trajectory,
     read_dead_letters,
 )
-from turnstream_server.screen import make_table
-
-_YEAR_10000_MS: Final = 253_402_300_800_000
+from turnstream_server.screen import make_table, time_text
 
 
 def list_dead_letters(url: str, run: str) -> dict[str, Any]:
@@ -40,7 +37,8 @@ def print_dead_letters(content: dict[str, Any], console: Console) -> None:
     named = [(keys.readable_name(dead["name"]), dead) for dead in content["trajectories"]]
     named += [(f"event {dead['name']}", dead) for dead in content["events"]]
     rows = [
-        (name, _time(dead["since_ms"]), dead["num_bytes"], dead["reason"]) for name, dead in named
+        (name, time_text(dead["since_ms"]), dead["num_bytes"], dead["reason"])
+        for name, dead in named
     ]
     columns = ("dead letter", "since", "bytes", "reason")
     console.print(make_table(columns, rows, title=f"dead letters of {content['run']}"))
@@ -57,7 +55,7 @@ def print_dead_letter(url: str, run: str, name: str, console: Console) -> None:
     shown = letter.name if is_event else keys.readable_name(letter.name)
     table = Table(title=f"{run}: {shown}", show_header=False)
     table.add_row("reason", letter.reason)
-    table.add_row("since", _time(letter.since_ms))
+    table.add_row("since", time_text(letter.since_ms))
     labels = [f"turn {index}" for index in range(len(records) - 1)]
     for label, found in zip([*labels, "event" if is_event else "seal"], records, strict=True):
         problem = f": {found.problem}" if found.problem else ""
@@ -113,10 +111,3 @@ def _json_value(value: object) -> object:
     if isinstance(value, np.ndarray):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is no value of JSON")
-
-
-def _time(ms: int) -> str:
-    """Return a time as text; as a number if it is after the year 9999, as of a damaged event."""
-    if ms >= _YEAR_10000_MS:
-        return f"{ms} ms"
-    return datetime.fromtimestamp(ms / 1_000, UTC).isoformat(sep=" ", timespec="seconds")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from turnstream_server.bus.queries.ledger import TOP_REASONS
 from turnstream_server.bus.queries.ledger_facts import ledger_facts
 from turnstream_server.bus.queries.trajectory_history import read_history
 from turnstream_server.jobs.store_client import store_client
-from turnstream_server.screen import make_table, shown
+from turnstream_server.screen import make_table, shown, time_text
 
 
 def read_run_ledger(url: str, run: str) -> dict[str, Any]:
@@ -108,9 +107,8 @@ def _limit(num_bytes: int) -> str:
 
 def _when(at_ms: int) -> str:
     """Return a time of the server and its age as text."""
-    time_ = datetime.fromtimestamp(at_ms / 1_000, UTC)
     age_s = max(0.0, time.time() - at_ms / 1_000)
-    return f"{time_.isoformat(sep=' ', timespec='seconds')}, {duration(age_s)} ago"
+    return f"{time_text(at_ms)}, {duration(age_s)} ago"
 
 
 def duration(seconds: float) -> str:

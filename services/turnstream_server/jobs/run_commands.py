@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -16,6 +16,7 @@ from turnstream.store.client.connection import connect
 from turnstream.store.run.configs import open_run, read_revisions, revise_config
 from turnstream.store.run.runs import close_run, create_run, pause_run, reopen_run, resume_run
 from turnstream_server.bus.planning.replans import Replanned, await_replan, request_replan
+from turnstream_server.bus.queries.run_facts import setting_text
 from turnstream_server.bus.sessions import observers
 
 RunCommand = Literal["close", "reopen", "pause", "resume"]
@@ -59,7 +60,7 @@ def revise_run(url: str, run: str, settings: Sequence[str], *, from_step: int) -
         return
     yield f"revision {number} of run {run}, from step {from_step} on:"
     for change in changes:
-        yield f"  {change.name}: {_text(change.before)} -> {_text(change.after)}"
+        yield f"  {change.name}: {setting_text(change.before)} -> {setting_text(change.after)}"
 
 
 _COMMANDS: Final[dict[RunCommand, tuple[Callable[..., bool], str, str]]] = {
@@ -114,10 +115,6 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=asdict)
 
 
 def replan(url: str, run: str, *, wait_s: float) -> Replanned:

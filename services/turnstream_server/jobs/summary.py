@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from rich.table import Table
 
 from turnstream.types import SealedTrajectory
-from turnstream_server.bus.queries.batch_numbers import BatchNumbers
+from turnstream_server.bus.queries.batch_numbers import BatchNumbers, mean, ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +74,11 @@ def summarise(
         sequences=sum(batch.num_rows for batch in batches),
         batches=planned,
         steps=stepped,
-        merge_ratio=_ratio(sum(batch.num_turn_tokens for batch in batches), num_tokens),
-        padding_share=_ratio(num_positions - num_tokens, num_positions),
+        merge_ratio=ratio(sum(batch.num_turn_tokens for batch in batches), num_tokens),
+        padding_share=ratio(num_positions - num_tokens, num_positions),
         wire_bytes=wire_bytes,
         resend_bytes=wire_bytes + 4 * shared_tokens,  # token ids are int32
-        tokens_per_s=_ratio(num_tokens, elapsed_s),
+        tokens_per_s=ratio(num_tokens, elapsed_s),
         reward_first_tenth=first,
         reward_last_tenth=last,
         ledger={state: count for state, count in ledger.items() if count},
@@ -92,7 +92,7 @@ def reward_tenths(rewards: Sequence[float]) -> tuple[float | None, float | None]
     (0.5, 0.75)
     """
     size = -(-len(rewards) // 10)
-    return _mean(rewards[:size]), _mean(rewards[-size:])
+    return mean(rewards[:size]), mean(rewards[-size:])
 
 
 def summary_table(summary: Summary, *, title: str) -> Table:
@@ -100,7 +100,7 @@ def summary_table(summary: Summary, *, title: str) -> Table:
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
-    saved = _ratio(summary.resend_bytes, summary.wire_bytes)
+    saved = ratio(summary.resend_bytes, summary.wire_bytes)
     counts = ("groups", "trajectories", "turns", "sequences", "batches", "steps")
     for rows in (
         [(name, f"{getattr(summary, name):,}") for name in counts],
@@ -121,14 +121,6 @@ def summary_table(summary: Summary, *, title: str) -> Table:
             table.add_row(*row)
         table.add_section()
     return table
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
-
-
-def _mean(rewards: Sequence[float]) -> float | None:
-    return sum(rewards) / len(rewards) if rewards else None
 
 
 def _shown(reward: float | None) -> str:

@@ -20,7 +20,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.run.configs import open_run
 from turnstream.types import StoredTurn
-from turnstream_server.bus.queries.trajectory_history import TrajectoryHistory, read_history
+from turnstream_server.bus.queries.trajectory_history import Trajectory, read_history
 from turnstream_server.jobs.store_client import store_client
 from turnstream_server.screen import visible
 
@@ -88,7 +88,7 @@ def read_text(
     }
 
 
-def _read_turns(client: redis.Redis, run: str, history: TrajectoryHistory) -> list[StoredTurn]:
+def _read_turns(client: redis.Redis, run: str, history: Trajectory) -> list[StoredTurn]:
     payload = keys.trajectory_keys(run, history.trajectory_id)
     with translating():
         entries: Any = client.xrange(payload.turns)

@@ -1,40 +1,34 @@
-"""The numbers of planned batches."""
+"""The numbers of planned batches. The HTTP API describes them with the words of this class."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from turnstream.batching.merge.plan import Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchNumbers:
-    """Numbers of one batch.
-
-    Attributes:
-        num_rows: merged sequences.
-        num_tokens: tokens of all rows.
-        num_turn_tokens: tokens of its turns if each were sent with its whole context.
-        num_positions: positions of its mini-batches in the left-padded layout.
-        num_trained_tokens: response tokens with mask 1.
-        padding_share: padding positions / all positions, 0 to 1.
-        merge_ratio: tokens of the turns / tokens of the rows; at least 1.
-        mean_reward: mean over the trajectories; None without any.
-        oldest_version, newest_version: policy versions that sampled them; None if not known.
-    """
+    """Numbers of one batch."""
 
     num_groups: int
     num_trajectories: int
-    num_rows: int
-    num_tokens: int
-    num_turn_tokens: int
-    num_positions: int
-    num_trained_tokens: int
-    padding_share: float
-    merge_ratio: float
-    mean_reward: float | None
-    oldest_version: int | None
-    newest_version: int | None
+    num_rows: Annotated[int, Field(description="Merged sequences.")]
+    num_tokens: Annotated[int, Field(description="Tokens of all rows.")]
+    num_turn_tokens: Annotated[
+        int, Field(description="Tokens of all turns, each with its whole prompt.")
+    ]
+    num_positions: Annotated[int, Field(description="Positions of the left-padded mini-batches.")]
+    num_trained_tokens: Annotated[int, Field(description="Response tokens with mask 1.")]
+    padding_share: Annotated[float, Field(description="Part of the positions, 0 to 1.")]
+    merge_ratio: Annotated[float, Field(description="Tokens of turns / tokens of rows.")]
+    mean_reward: Annotated[float | None, Field(description="Mean over the trajectories.")]
+    oldest_version: Annotated[int | None, Field(description="Null if it is not known.")]
+    newest_version: Annotated[int | None, Field(description="Null if it is not known.")]
 
     def rows(self) -> list[tuple[str, str]]:
         """Return (name, value) for people."""
@@ -72,17 +66,19 @@ def numbers_of(manifest: Manifest) -> BatchNumbers:
         num_turn_tokens=num_turn_tokens,
         num_positions=num_positions,
         num_trained_tokens=sum(row.num_trained_tokens for row in rows),
-        padding_share=_ratio(num_positions - num_tokens, num_positions),
+        padding_share=ratio(num_positions - num_tokens, num_positions),
         merge_ratio=num_turn_tokens / num_tokens if num_tokens else 1.0,
-        mean_reward=_mean(rewards),
+        mean_reward=mean(rewards),
         oldest_version=min(oldest, default=None),
         newest_version=max(newest, default=None),
     )
 
 
-def _ratio(part: float, whole: float) -> float:
+def ratio(part: float, whole: float) -> float:
+    """Return part / whole; 0 without a whole."""
     return part / whole if whole else 0.0
 
 
-def _mean(rewards: list[float]) -> float | None:
+def mean(rewards: Sequence[float]) -> float | None:
+    """Return the mean; None without rewards."""
     return sum(rewards) / len(rewards) if rewards else None

@@ -115,10 +115,11 @@ def pending_revisions(revisions: Revisions) -> Iterator[tuple[str, str]]:
     before = revisions.revision(revisions.in_force).config
     for each in revisions.pending:
         changes = changed_settings(before, each.config)
-        values = ", ".join(f"{change.name}={_text(change.after)}" for change in changes)
+        values = ", ".join(f"{change.name}={setting_text(change.after)}" for change in changes)
         yield f"revision {each.number}, from step {each.from_step}", values or "as before"
         before = each.config
 
 
-def _text(value: Any) -> str:
+def setting_text(value: Any) -> str:
+    """Return the value of a setting as a command prints it: JSON, or a text as it is."""
     return value if isinstance(value, str) else json.dumps(value, default=asdict)

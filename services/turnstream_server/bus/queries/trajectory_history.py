@@ -1,13 +1,17 @@
-"""State, reason and events of one trajectory."""
+"""State, reason and events of one trajectory.
+
+The HTTP API describes them with the words of these classes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import redis
+from pydantic import Field
 
 from turnstream.batching.merge.plan import Manifest, TrajectoryPlan
 from turnstream.batching.scoring.rewards import with_posted_reward
@@ -42,39 +46,33 @@ class TrajectoryNotFoundError(RejectedError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryEvent:
-    """One event of a trajectory, for example "sealed", with its further fields as text."""
+    """An event of a trajectory."""
 
-    name: str
-    details: str = ""
-    at_ms: int
+    name: Annotated[str, Field(examples=["sealed"])]
+    details: Annotated[str, Field(examples=["completed, reward 1"])]
+    at_ms: Annotated[int, Field(description="Time of the store in milliseconds.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectoryHistory:
-    """One trajectory as the store records it. None stands for a fact that the store does not have.
-
-    Attributes:
-        reason: cause of a state that is not trained; empty in the other states.
-        reward: value in the plan; before planning, the posted one or that of the seal.
-        step: the batch that it is planned in.
-        events: stored events of the trajectory, in the order of time.
-        is_whole: whether the oldest event is still stored.
-    """
+class Trajectory:
+    """One trajectory, with its stored events in order."""
 
     run: str
-    trajectory_id: str
+    trajectory_id: Annotated[str, Field(examples=["task-7/0/0"])]
     state: TrajectoryState
-    reason: str
-    reward: float | None = None
-    step: int | None = None
-    advantage: float | None = None
-    events: tuple[TrajectoryEvent, ...] = ()
-    is_whole: bool = True
+    reason: Annotated[str, Field(description="Why it is not trained; empty in the other states.")]
+    reward: Annotated[
+        float | None, Field(description="In the plan; before it, the posted one or of the seal.")
+    ]
+    step: Annotated[int | None, Field(description="The batch that it is planned in.")]
+    advantage: float | None
+    events: tuple[TrajectoryEvent, ...]
+    is_whole: Annotated[bool, Field(description="Whether the oldest event is still stored.")]
 
 
 def read_history(
     client: redis.Redis, run: str, name: str, *, folder: Path | None = None
-) -> TrajectoryHistory:
+) -> Trajectory:
     """Return the history of a trajectory by its readable name or its id.
 
     Raises:
@@ -95,7 +93,7 @@ def read_history(
     raise TrajectoryNotFoundError(f"run {run!r} has never had a trajectory {shown!r}")
 
 
-def _history(client: redis.Redis, run: str, key: TrajectoryKey, entry: bytes) -> TrajectoryHistory:
+def _history(client: redis.Redis, run: str, key: TrajectoryKey, entry: bytes) -> Trajectory:
     frontier = read_frontier(client, run)
     with reading(keys.run_keys(run).ledger, key.trajectory_id):
         state, rest = parse_entry(entry, frontier)
@@ -109,7 +107,7 @@ def _history(client: redis.Redis, run: str, key: TrajectoryKey, entry: bytes) ->
         plan = _find_in_manifest(found.manifest, key) if found else None
         if plan is not None:
             reward, advantage = plan.reward, plan.advantage
-    return TrajectoryHistory(
+    return Trajectory(
         run=run,
         trajectory_id=key.trajectory_id,
         state=state,

@@ -1,13 +1,17 @@
-"""Observers: consumers that see the trainer's batches and drive nothing."""
+"""Observers: consumers that see the trainer's batches and drive nothing.
+
+The HTTP API describes an observer with the words of its class.
+"""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import redis
 import redis.asyncio
+from pydantic import Field
 
 from turnstream.errors import InvalidConfigError
 from turnstream.store.client import keys
@@ -46,17 +50,15 @@ class Declared(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observer:
-    """An observer with its newest seen step, and the seconds since its last call.
-
-    It expires in `left_s`; at 0 or below it has expired. `owner` is that of its API key, "" if an
-    earlier release declared it.
-    """
+    """A consumer in addition to the trainer."""
 
     name: str
-    owner: str
-    seen: int
-    silent_s: float
-    left_s: float
+    owner: Annotated[str, Field(description="Owner of its API key; empty if it is unknown.")]
+    seen: Annotated[int, Field(description="Newest step that it has seen.")]
+    silent_s: Annotated[float, Field(description="Seconds since its last call.")]
+    left_s: Annotated[
+        float, Field(description="Seconds until it expires; at 0 or below it has expired.")
+    ]
 
 
 def read_observers(client: redis.Redis, run: str) -> tuple[Observer, ...]:

@@ -35,7 +35,6 @@ from turnstream_server.gateway.rest.runs import (
     runs,
     tasks,
     versions,
-    waits,
 )
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.telemetry.log_counts import count_error
@@ -53,7 +52,6 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     ledger.router,
     batches.router,
     versions.router,
-    waits.router,
     events.router,
     store.router,
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from turnstream_server.gateway.rest.runs.models import BatchNumbers
+from turnstream_server.bus.queries.batch_numbers import BatchNumbers
 
 
 class BatchLine(BaseModel):

@@ -1,8 +1,7 @@
-"""The ledger of a run, and the history of one trajectory."""
+"""The ledger of a run, the history of one trajectory, and the reasons why a run waits."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import redis
@@ -11,13 +10,19 @@ from fastapi.responses import Response
 
 from turnstream.errors import ReleasedError, RunNotFoundError
 from turnstream.store.run.configs import open_run
+from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import TrajectoryState
 from turnstream_server.bus.queries.ledger_facts import ledger_facts
-from turnstream_server.bus.queries.trajectory_history import TrajectoryNotFoundError, read_history
+from turnstream_server.bus.queries.run_snapshot import read_snapshot
+from turnstream_server.bus.queries.trajectory_history import (
+    Trajectory,
+    TrajectoryNotFoundError,
+    read_history,
+)
 from turnstream_server.bus.release.compact_records import LedgerFileError
 from turnstream_server.gateway.rest.access import Read, RunName
 from turnstream_server.gateway.rest.answers import answer
-from turnstream_server.gateway.rest.runs.models import Ledger, Trajectory
+from turnstream_server.gateway.rest.runs.models import Ledger, Waits
 
 router = APIRouter(tags=["reads"])
 
@@ -59,13 +64,28 @@ async def get_trajectory(
     """Return state, reason and events of one trajectory, the events in order."""
     folder = caller.gateway.options.archive_dir
 
-    def read(client: redis.Redis) -> dict[str, Any]:
+    def read(client: redis.Redis) -> Trajectory:
         name = f"{group}/{sample}/{attempt}"
         try:
-            return asdict(read_history(client, open_run(client, run), name, folder=folder))
+            return read_history(client, open_run(client, run), name, folder=folder)
         except TrajectoryNotFoundError as error:
             raise RunNotFoundError(str(error)) from error
         except LedgerFileError as error:
             raise ReleasedError(str(error)) from error
 
     return await answer(caller, Trajectory, read)
+
+
+@router.get("/runs/{run}/waits", response_model=Waits, summary="Explain why a run waits")
+async def get_waits(run: RunName, caller: Read) -> Response:
+    """Return why a run waits, the most important reason first.
+
+    The kinds are those of `turnstream why`; docs/waits.md has an example of each.
+    """
+
+    def read(client: redis.Redis) -> dict[str, Any]:
+        run_id = open_run(client, run)
+        found = reasons(read_snapshot(client, run_id))
+        return {"run": run_id, "reasons": [reason._asdict() for reason in found]}
+
+    return await answer(caller, Waits, read)

@@ -7,6 +7,8 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, Field, StrictInt, StrictStr
 
 from turnstream.types import TrajectoryState
+from turnstream_server.bus.queries.batch_numbers import BatchNumbers
+from turnstream_server.bus.sessions.observers import Observer
 from turnstream_server.gateway.rest.bodies import Body
 
 RUN_NAME: Final = "Name; of a later run of a name its id, `<name>~2`."
@@ -99,33 +101,6 @@ class Steps(BaseModel):
     committed: int
 
 
-class BatchNumbers(BaseModel):
-    """Numbers of one batch."""
-
-    num_groups: int
-    num_trajectories: int
-    num_rows: int = Field(description="Merged sequences.")
-    num_tokens: int = Field(description="Tokens of all rows.")
-    num_turn_tokens: int = Field(description="Tokens of all turns, each with its whole prompt.")
-    num_positions: int = Field(description="Positions of the left-padded mini-batches.")
-    num_trained_tokens: int
-    padding_share: float
-    merge_ratio: float
-    mean_reward: float | None
-    oldest_version: int | None
-    newest_version: int | None
-
-
-class Observer(BaseModel):
-    """A consumer in addition to the trainer."""
-
-    name: str
-    owner: str = Field(description="Owner of its API key; empty if it is unknown.")
-    seen: int = Field(description="Newest step that it has seen.")
-    silent_s: float
-    left_s: float = Field(description="Seconds until it expires; at 0 or below it has expired.")
-
-
 class Run(BaseModel):
     """A run: its state, its progress and its settings."""
 
@@ -211,28 +186,6 @@ class Ledger(BaseModel):
     prompts: Prompts
     budget: dict[str, Any] = Field(description="Bytes of the run, and their limits.")
     full: str | None = Field(description="Why the run takes no more bytes; null if it does.")
-
-
-class TrajectoryEvent(BaseModel):
-    """An event of a trajectory."""
-
-    name: str = Field(examples=["sealed"])
-    details: str = Field(examples=["completed, reward 1"])
-    at_ms: int = Field(description="Time of the store in milliseconds.")
-
-
-class Trajectory(BaseModel):
-    """One trajectory, with its stored events in order."""
-
-    run: str
-    trajectory_id: str = Field(examples=["task-7/0/0"])
-    state: TrajectoryState
-    reason: str = Field(description="Why it is not trained; empty in the other states.")
-    reward: float | None
-    step: int | None = Field(description="The batch that it is planned in.")
-    advantage: float | None
-    events: list[TrajectoryEvent]
-    is_whole: bool = Field(description="Whether the oldest event is still stored.")
 
 
 class Why(BaseModel):
