@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import turnstream
 from testkit import wait_until
@@ -78,6 +79,22 @@ def test_trainer_of_the_readme_survives_a_kill_under_torchrun(folder: Path) -> N
 
     assert frontier.dp_world_size == 2
     assert {path.name for path in folder.glob("*.pt")} == {"checkpoint-0.pt", "checkpoint-1.pt"}
+
+
+@pytest.mark.campaign
+def test_complete_trainer_survives_a_kill_with_two_ranks(folder: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    example = str(README.parent / "examples/complete_trainer.py")
+
+    frontier = survive_kills(
+        folder, generator=("generator.py",), trainer=(*torchrun, example, "--folder", "out")
+    )
+
+    assert frontier.dp_world_size == 2
+    checkpoints = sorted(path.name for path in (folder / "out").glob("checkpoint-*"))
+    assert checkpoints == ["checkpoint-00000008", "checkpoint-00000010"]
+    board = EventAccumulator(str(folder / "out")).Reload()
+    assert [scalar.step for scalar in board.Scalars("train/loss")] == [*range(1, NUM_STEPS + 1)]
 
 
 def survive_kills(
