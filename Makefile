@@ -47,6 +47,7 @@ constraints: ## write the newest release of each package into constraints.txt
 	$(NEWEST) setup
 	.venv-newest/bin/python tools/constraints.py > constraints.new
 	mv constraints.new constraints.txt
+	rm -rf .venv-newest
 
 demo: $(DEMO_STAMP) ## run the main job: all services as processes, live generators, a trainer; JSON=FILE
 	@$(BIN)/turnstream demo $(if $(JSON),--json "$(JSON)")
