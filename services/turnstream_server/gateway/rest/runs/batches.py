@@ -11,13 +11,11 @@ from fastapi.responses import Response
 from turnstream.errors import (
     InvalidConfigError,
     NotReadyError,
-    ReleasedError,
     RunNotFoundError,
     UnavailableError,
 )
 from turnstream.store.run.configs import open_run
 from turnstream_server.bus.queries.batch_facts import batch_facts, page_of_batches
-from turnstream_server.bus.release.compact_records import LedgerFileError
 from turnstream_server.gateway.rest.access import Read, RunName
 from turnstream_server.gateway.rest.answers import answer
 from turnstream_server.gateway.rest.bodies import ARROW
@@ -80,8 +78,6 @@ async def get_batch(run: RunName, step: Step, caller: Read) -> Response:
             return batch_facts(client, open_run(client, run), step, folder=folder)
         except NotReadyError as error:
             raise RunNotFoundError(str(error)) from error
-        except LedgerFileError as error:
-            raise ReleasedError(str(error)) from error
 
     return await answer(caller, Batch, read)
 

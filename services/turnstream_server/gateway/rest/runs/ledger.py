@@ -8,18 +8,12 @@ import redis
 from fastapi import APIRouter, Path, Query
 from fastapi.responses import Response
 
-from turnstream.errors import ReleasedError, RunNotFoundError
 from turnstream.store.run.configs import open_run
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import TrajectoryState
 from turnstream_server.bus.queries.ledger_facts import ledger_facts
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
-from turnstream_server.bus.queries.trajectory_history import (
-    Trajectory,
-    TrajectoryNotFoundError,
-    read_history,
-)
-from turnstream_server.bus.release.compact_records import LedgerFileError
+from turnstream_server.bus.queries.trajectory_history import Trajectory, read_history
 from turnstream_server.gateway.rest.access import Read, RunName
 from turnstream_server.gateway.rest.answers import answer
 from turnstream_server.gateway.rest.runs.models import Ledger, Waits
@@ -66,12 +60,7 @@ async def get_trajectory(
 
     def read(client: redis.Redis) -> Trajectory:
         name = f"{group}/{sample}/{attempt}"
-        try:
-            return read_history(client, open_run(client, run), name, folder=folder)
-        except TrajectoryNotFoundError as error:
-            raise RunNotFoundError(str(error)) from error
-        except LedgerFileError as error:
-            raise ReleasedError(str(error)) from error
+        return read_history(client, open_run(client, run), name, folder=folder)
 
     return await answer(caller, Trajectory, read)
 
