@@ -15,7 +15,7 @@ from turnstream_server.bus.queries.ledger import (
     read_ledger,
     run_summary,
 )
-from turnstream_server.bus.queries.trajectory_history import TrajectoryHistory, read_history
+from turnstream_server.bus.queries.trajectory_history import Trajectory, read_history
 from turnstream_server.bus.sessions.sessions import acknowledge_committed
 
 
@@ -72,7 +72,7 @@ def test_a_run_that_does_not_exist_has_no_ledger(client: redis.Redis) -> None:
         run_summary(client, "none")
 
 
-def history(run: Any, name: str) -> TrajectoryHistory:
+def history(run: Any, name: str) -> Trajectory:
     return read_history(run.store, run.name, name)
 
 
