@@ -61,9 +61,7 @@ class RunWriter:
         names = {
             "leadership": ("acquire_leader",),
             "sessions": ("start_session", "stepped", "committed"),
-            "release": (
-                *("advance_watermark", "release_bytes", "fold_batch", "finish_batch", "fold_ended"),
-            ),
+            "release": (*("release_bytes", "fold_batch", "finish_batch", "fold_ended"),),
         }
         self._scripts = {
             name: Script(name, f"turnstream_server.bus.{folder}")
@@ -91,7 +89,6 @@ class RunWriter:
         self._num_planned += len(ids)
         stepped = (names.frontier, names.batches, names.wake, names.ranks, names.times)
         committed = (names.frontier, names.batches, names.times, names.wake, names.ranks)
-        watermark = (names.leader, names.frontier, names.config, names.observers)
         self._store.run(
             ("HSET", names.ledger, *values),
             ("HSET", names.held, *[word for each in ids for word in (each, "9000")]),
@@ -106,7 +103,7 @@ class RunWriter:
             ("HINCRBY", names.frontier, "planned_groups", len(batch.groups)),
             self._call("stepped", stepped, 1, step, batch.manifest_hash, "", 0),
             self._call("committed", committed, 1, step, batch.manifest_hash, "", 0),
-            self._call("advance_watermark", watermark, 1, ""),
+            ("HSET", names.frontier, "released", max(0, step - 1), "checkpoints", step),
             ("HSET", names.snapshot, "position", f"{step}-0", "step", step, "record", "s"),
         )
         self._kept.append(batch)

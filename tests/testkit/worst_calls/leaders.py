@@ -24,7 +24,7 @@ from turnstream.store.run.leases import MAX_LAPSED
 from turnstream_server.bus.core.scan import PAGE_BYTES, PAGE_EVENTS
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.leadership.snapshots import TRIM_SLICE
-from turnstream_server.bus.leadership.writes import write_command
+from turnstream_server.bus.leadership.writes import Changes, write_command
 from turnstream_server.bus.planning.ending import Attempt
 from turnstream_server.bus.planning.plan_writes import GROUP_WEIGHT, StepFacts, commit, mark
 from turnstream_server.bus.planning.plan_writes import SLICE as PLAN_SLICE
@@ -33,6 +33,7 @@ from turnstream_server.bus.planning.settling import GroupState, settle, settle_e
 from turnstream_server.bus.planning.trajectories import MAX_KEPT_BYTES, MAX_KEPT_EVENTS
 from turnstream_server.bus.release.compact_records import MAX_FILE_BATCHES
 from turnstream_server.bus.release.release import FOLD_SLICE, GROUP_SLICE
+from turnstream_server.bus.release.release_writes import WatermarkFacts, advance
 
 WORST: Final[dict[str, Build]] = {}
 
@@ -56,6 +57,9 @@ ORPHANED_PER_CALL: Final = 4
 REJECTED_PER_CALL: Final = 25
 BATCH: Final = 3_000
 """Trajectories of a large batch: no setting limits them, and the plan is written whole."""
+
+OBSERVERS: Final = 1_000
+"""Observers of one run. No setting limits them yet."""
 
 PLANNED: Final = [
     each for group in range(BATCH // 1_000) for each in ids_of(1_000, group=f"{group}")
@@ -156,9 +160,23 @@ def open_group(store: LimitStore, group: str, *, state: str, num_open: int) -> G
     return GroupState(group, b"%d:%s" % (LARGEST_GROUP, state.encode()), None, None, attempts)
 
 
+def watermark(store: LimitStore) -> Changes | None:
+    """As many checkpoints as a long run keeps, and many observers."""
+    checkpoints = ",".join(map(str, range(1, 20_001))).encode()
+    observers = {
+        each.encode(): b"%d:9:9" % (20_000 - i) for i, each in enumerate(groups_of(OBSERVERS))
+    }
+    store.fill(store.keys.frontier, [("checkpoints", checkpoints)])
+    store.fill(store.keys.observers, ((each.decode(), seen) for each, seen in observers.items()))
+    facts = WatermarkFacts(
+        released=None, checkpoints=checkpoints, revision=1, num_kept=15_000, observers=observers
+    )
+    return advance(facts, at_most=None)[1]
+
+
 @worst(WORST)
 def leader_write(store: LimitStore) -> list[Command]:
-    """Slices of plans with small groups and a large one, and the ends of large groups."""
+    """Slices of plans, the ends of large groups, and the release at its limits."""
     term = Term(cast(Any, None), store.run, 1)
     small = [sealed_group(store, each, 1) for each in groups_of(PLAN_SLICE // (1 + GROUP_WEIGHT))]
     facts = StepFacts(
@@ -179,7 +197,9 @@ def leader_write(store: LimitStore) -> list[Command]:
         settle(part, cut, limits_open=True),
         settle(last, cut, limits_open=True),
         settle_evaluation(evaluated, ended, versions=()),
+        watermark(store),
     ]
+    assert None not in changes
     return [write_command(term, each) for each in changes if each is not None]
 
 
@@ -254,20 +274,6 @@ def move_to_file(store: LimitStore) -> list[Command]:
     store.fill(store.keys.past, ((str(step), b"r" * 10_000) for step in steps))
     store.fill(store.keys.frontier, [("folded", MAX_FILE_BATCHES)])
     return [store.call("move_to_file", 1, MAX_FILE_BATCHES, NAME)]
-
-
-@worst(WORST)
-def advance_watermark(store: LimitStore) -> list[Command]:
-    """As many checkpoints as a long run keeps, and many observers."""
-    checkpoints = ",".join(map(str, range(1, 20_001)))
-    store = store.configured(retain_checkpoints=20_000)
-    store.fill(store.keys.frontier, [("checkpoints", checkpoints)])
-    store.fill(store.keys.observers, ((each, "20000:9:9") for each in groups_of(OBSERVERS)))
-    return [store.call("advance_watermark", "")]
-
-
-OBSERVERS: Final = 1_000
-"""Observers of one run. No setting limits them yet."""
 
 
 @worst(WORST)

@@ -75,6 +75,10 @@ class Changes:
         if fields:
             self._facts.append(("PREFIX", key, (prefix, *fields)))
 
+    def expect_size(self, key: str, number: int) -> None:
+        """Expect a hash to have this number of fields."""
+        self._facts.append(("SIZE", key, (number,)))
+
     def expect_newest(self, key: str, entry_id: str) -> None:
         """Expect a stream to end with this entry; "0-0" for an empty one."""
         self._facts.append(("NEWEST", key, (entry_id,)))

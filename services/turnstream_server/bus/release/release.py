@@ -22,12 +22,16 @@ from typing import Any, Final
 import redis.asyncio
 
 from turnstream.batching.merge.plan import Manifest
+from turnstream.records.configs import decode_config
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import no_such_run
 from turnstream.store.client.scripts import Command, Script, run_commands_async
+from turnstream.store.client.stored_values import parsed_number, reading
 from turnstream_server.bus.core.run_script import RunScript
 from turnstream_server.bus.leadership.leadership import LeaderScript, Term
+from turnstream_server.bus.leadership.writes import Changes, read_facts, write_decision
+from turnstream_server.bus.release.release_writes import WatermarkFacts, advance
 from turnstream_server.failpoints import reach
 
 TOMBSTONE_LEASES: Final = 15
@@ -49,7 +53,6 @@ DROPPED: Final = ("filtered", "expired", "incomplete", "surplus", "evaluated", "
 
 _OVER: Final = (b"planned", b"filtered", b"expired", b"incomplete", b"surplus", b"evaluated")
 
-_ADVANCE = LeaderScript("advance_watermark", "release", "frontier config observers")
 _RELEASE = Script("release_payload", "turnstream_server.bus.release")
 _RELEASE_BYTES = RunScript("release_bytes", "release", "ledger held budget wake")
 _FOLD_BATCH = LeaderScript("fold_batch", "release", "frontier ledger groups over rewards")
@@ -116,8 +119,37 @@ async def advance_watermark(term: Term, *, at_most: int | None = None) -> int:
 
     A live observer keeps the steps that it has not seen. `at_most` is a further limit.
     """
-    watermark: int = await _ADVANCE.run(term, "" if at_most is None else at_most)
+    watermark = 0
+
+    def decide(facts: WatermarkFacts) -> Changes | None:
+        nonlocal watermark
+        watermark, changes = advance(facts, at_most=at_most)
+        return changes
+
+    await write_decision(term, lambda: _read_watermark(term), decide)
     return watermark
+
+
+async def _read_watermark(term: Term) -> WatermarkFacts:
+    known = keys.run_keys(term.run)
+    (released, checkpoints), revision, observers = await read_facts(
+        term,
+        ("HMGET", known.frontier, "released", "checkpoints"),
+        ("HGET", known.config, "newest"),
+        ("HGETALL", known.observers),
+    )
+    with reading(known.config, "newest"):
+        number = parsed_number(revision)
+    (text,) = await read_facts(term, ("HGET", known.config, number))
+    with reading(known.config, str(number)):
+        config = decode_config(text, run=term.run)
+    return WatermarkFacts(
+        released=released,
+        checkpoints=checkpoints,
+        revision=number,
+        num_kept=config.retain_checkpoints,
+        observers=observers,
+    )
 
 
 async def release_payload(

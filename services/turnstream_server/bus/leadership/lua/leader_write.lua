@@ -8,6 +8,7 @@
 --              First the facts that must hold:
 --                FIELDS  field, "=" and its value, or "" where it is missing; ...
 --                PREFIX  the beginning of each value, field, ...
+--                SIZE    number of the fields of a hash
 --                NEWEST  id of the newest entry of a stream, "0-0" where it is empty
 --              Then commands of the server, and
 --                ENTRY   a field, which gets the id of the entry that the XADD before it has added
@@ -48,6 +49,13 @@ function FACTS.PREFIX(key, first, last)
     if string.sub(found or '', 1, #prefix) ~= prefix then
       return {0, key, fields[i], found}
     end
+  end
+end
+
+function FACTS.SIZE(key, first)
+  local size = redis.call('HLEN', key)
+  if size ~= tonumber(ARGV[first]) then
+    return {0, key, 'size', tostring(size)}
   end
 end
 

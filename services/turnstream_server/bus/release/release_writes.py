@@ -1,0 +1,67 @@
+"""The writes of the release: from what the store holds of finished steps to `Changes`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from turnstream.store.client.stored_values import parsed_number, reading
+from turnstream_server.bus.leadership.writes import Changes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatermarkFacts:
+    """The facts in the store about the low watermark of a run.
+
+    Attributes:
+        released: the watermark; None before the first.
+        checkpoints: the committed steps, in order and separated by commas, or None.
+        revision: number of the config in force.
+        num_kept: checkpoints that this config keeps.
+        observers: entries by name, `<newest step seen>:<ms of expiry, 0 once expired>:...`.
+    """
+
+    released: bytes | None
+    checkpoints: bytes | None
+    revision: int
+    num_kept: int
+    observers: Mapping[bytes, bytes]
+
+
+def advance(facts: WatermarkFacts, *, at_most: int | None) -> tuple[int, Changes | None]:
+    """Return the newest step that nobody can ask for, and the writes that release up to it.
+
+    A session can start at each kept checkpoint, and a live observer asks for what it has not seen.
+    The watermark never falls: None where it stays.
+
+    >>> facts = WatermarkFacts(
+    ...     released=None, checkpoints=b"2,3,5", revision=1, num_kept=2, observers={}
+    ... )
+    >>> advance(facts, at_most=None)[0], advance(facts, at_most=2)[0]
+    (3, 2)
+    """
+    steps = [parsed_number(each) for each in (facts.checkpoints or b"").split(b",") if each]
+    kept = steps[-facts.num_kept :]
+    released = parsed_number(facts.released or b"0")
+    floor = kept[0] if len(kept) == facts.num_kept else 0
+    changes = Changes()
+    changes.expect("frontier", "released", facts.released)
+    changes.expect("frontier", "checkpoints", facts.checkpoints)
+    changes.expect("config", "newest", b"%d" % facts.revision)
+    changes.expect_size("observers", len(facts.observers))
+    for field, entry in facts.observers.items():
+        name = field.decode()
+        with reading("observers", name):
+            seen, expires_ms, _ = entry.decode().split(":", 2)
+            is_live, step = expires_ms != "0", int(seen)
+        if is_live:
+            floor = min(floor, step)
+            changes.expect_prefix("observers", f"{seen}:", [name])
+        else:
+            changes.expect("observers", name, entry)
+    floor = floor if at_most is None else min(floor, at_most)
+    if floor <= released:
+        return released, None
+    text = ",".join(map(str, kept))
+    changes.write("HSET", "frontier", "released", floor, "checkpoints", text)
+    return floor, changes

@@ -1,0 +1,62 @@
+"""Laws of the writes of the release, without a store."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turnstream.errors import CorruptRecordError
+from turnstream_server.bus.release.release_writes import WatermarkFacts, advance
+
+STEPS = st.lists(st.integers(1, 50), unique=True).map(sorted)
+OBSERVERS = st.dictionaries(
+    st.sampled_from([b"a", b"b", b"c"]), st.tuples(st.integers(0, 50), st.booleans())
+)
+
+
+@given(STEPS, st.integers(0, 50), st.integers(1, 4), OBSERVERS, st.none() | st.integers(0, 50))
+def test_watermark_keeps_what_anyone_may_ask_for_and_never_falls(
+    steps: list[int],
+    released: int,
+    num_kept: int,
+    observers: dict[bytes, tuple[int, bool]],
+    at_most: int | None,
+) -> None:
+    facts = WatermarkFacts(
+        released=b"%d" % released,
+        checkpoints=",".join(map(str, steps)).encode(),
+        revision=1,
+        num_kept=num_kept,
+        observers={
+            name: b"%d:%d:9@key" % (seen, 7 * is_live)
+            for name, (seen, is_live) in observers.items()
+        },
+    )
+
+    floor, changes = advance(facts, at_most=at_most)
+
+    assert floor >= released
+    if floor == released:
+        assert changes is None
+        return
+    assert changes is not None
+    assert steps[-num_kept:][0] >= floor
+    assert len(steps) >= num_kept
+    assert all(seen >= floor for seen, is_live in observers.values() if is_live)
+    assert at_most is None or at_most >= floor
+    calls = [*changes.calls()]
+    kept = ",".join(map(str, steps[-num_kept:]))
+    assert calls[-1] == ("HSET", "frontier", ("released", floor, "checkpoints", kept))
+    assert ("SIZE", "observers", (len(observers),)) in calls
+    expected = {words[1] for name, key, words in calls if (name, key) == ("PREFIX", "observers")}
+    assert expected == {name.decode() for name, (_, is_live) in observers.items() if is_live}
+
+
+def test_damaged_observer_is_named() -> None:
+    facts = WatermarkFacts(
+        released=None, checkpoints=b"1,2", revision=1, num_kept=1, observers={b"a": b"x:1:2"}
+    )
+
+    with pytest.raises(CorruptRecordError, match="observers, field 'a'"):
+        advance(facts, at_most=None)
