@@ -20,6 +20,7 @@ from turnstream.types import TrajectoryKey
 from turnstream_server.bus.release.release import FOLD_SLICE, GROUP_SLICE
 
 RUN = "ledger"
+_TIMES = ("planned", "stepped", "committed")
 
 
 class Planned(NamedTuple):
@@ -61,7 +62,7 @@ class RunWriter:
         names = {
             "leadership": ("acquire_leader",),
             "sessions": ("start_session", "stepped", "committed"),
-            "release": (*("release_bytes", "fold_batch", "finish_batch", "fold_ended"),),
+            "release": (*("release_bytes", "fold_batch", "fold_ended"),),
         }
         self._scripts = {
             name: Script(name, f"turnstream_server.bus.{folder}")
@@ -116,10 +117,6 @@ class RunWriter:
             *(names.leader, names.frontier, names.ledger, names.groups),
             *(names.over, names.rewards),
         )
-        finish = (
-            *(names.leader, names.frontier, names.batches),
-            *(names.plan, names.past, names.snapshot, names.times),
-        )
         record = encode_batch(
             CompactBatch(
                 step=batch.step,
@@ -141,7 +138,11 @@ class RunWriter:
                 self._call("fold_batch", fold, 1, batch.step, len(some), *some)
                 for some in _sliced(batch.groups, GROUP_SLICE)
             ),
-            self._call("finish_batch", finish, 1, batch.step, record),
+            ("HSET", names.past, batch.step, record),
+            ("XTRIM", names.plan, "MINID", f"{batch.step + 1}-0"),
+            ("HDEL", names.batches, batch.step - 1),
+            ("HDEL", names.times, *(f"{what}:{batch.step - 1}" for what in _TIMES)),
+            ("HSET", names.frontier, "folded", batch.step),
         )
 
     def drop(self, ended: dict[str, str]) -> None:

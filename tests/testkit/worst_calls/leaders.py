@@ -33,7 +33,12 @@ from turnstream_server.bus.planning.settling import GroupState, settle, settle_e
 from turnstream_server.bus.planning.trajectories import MAX_KEPT_BYTES, MAX_KEPT_EVENTS
 from turnstream_server.bus.release.compact_records import MAX_FILE_BATCHES
 from turnstream_server.bus.release.release import FOLD_SLICE, GROUP_SLICE
-from turnstream_server.bus.release.release_writes import WatermarkFacts, advance
+from turnstream_server.bus.release.release_writes import (
+    FoldedFacts,
+    WatermarkFacts,
+    advance,
+    finish,
+)
 
 WORST: Final[dict[str, Build]] = {}
 
@@ -160,6 +165,11 @@ def open_group(store: LimitStore, group: str, *, state: str, num_open: int) -> G
     return GroupState(group, b"%d:%s" % (LARGEST_GROUP, state.encode()), None, None, attempts)
 
 
+def term_of(store: LimitStore) -> Term:
+    """The term of the leader of a run, without a client."""
+    return Term(cast(Any, None), store.run, 1)
+
+
 def watermark(store: LimitStore) -> Changes | None:
     """As many checkpoints as a long run keeps, and many observers."""
     checkpoints = ",".join(map(str, range(1, 20_001))).encode()
@@ -174,10 +184,19 @@ def watermark(store: LimitStore) -> Changes | None:
     return advance(facts, at_most=None)[1]
 
 
+def finished(store: LimitStore) -> Changes:
+    """The plan of a large batch, after one that was withdrawn."""
+    store.fill(store.keys.snapshot, [("step", 1)])
+    for revision in range(2):
+        store.client.xadd(store.keys.plan, {"r": b"m" * 4_000_000}, id=f"1-{revision}")
+    facts = FoldedFacts(released=b"5001", folded=None, snapshot_step=b"1")
+    return finish(facts, {1: b"r" * 1_000_000})[0]
+
+
 @worst(WORST)
 def leader_write(store: LimitStore) -> list[Command]:
     """Slices of plans, the ends of large groups, and the release at its limits."""
-    term = Term(cast(Any, None), store.run, 1)
+    term = term_of(store)
     small = [sealed_group(store, each, 1) for each in groups_of(PLAN_SLICE // (1 + GROUP_WEIGHT))]
     facts = StepFacts(
         frontier=StoredHash(store.keys.frontier, {b"lineage": b"main"}),
@@ -197,10 +216,13 @@ def leader_write(store: LimitStore) -> list[Command]:
         settle(part, cut, limits_open=True),
         settle(last, cut, limits_open=True),
         settle_evaluation(evaluated, ended, versions=()),
-        watermark(store),
     ]
-    assert None not in changes
-    return [write_command(term, each) for each in changes if each is not None]
+    released = store.configured()
+    written = [
+        *((term, each) for each in changes),
+        *((term_of(released), each) for each in (watermark(released), finished(released))),
+    ]
+    return [write_command(each, some) for each, some in written if some is not None]
 
 
 @worst(WORST)
@@ -255,16 +277,6 @@ def release_bytes(store: LimitStore) -> list[Command]:
     ids = ids_of(FOLD_SLICE)
     opened(store, ids)
     return [store.call("release_bytes", *ids)]
-
-
-@worst(WORST)
-def finish_batch(store: LimitStore) -> list[Command]:
-    """The plan of a large batch, after one that was withdrawn."""
-    store.fill(store.keys.frontier, [("released", 1)])
-    store.fill(store.keys.snapshot, [("step", 1)])
-    for revision in range(2):
-        store.client.xadd(store.keys.plan, {"r": b"m" * 4_000_000}, id=f"1-{revision}")
-    return [store.call("finish_batch", 1, b"r" * 1_000_000)]
 
 
 @worst(WORST)

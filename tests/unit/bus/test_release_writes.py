@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnstream.errors import CorruptRecordError
-from turnstream_server.bus.release.release_writes import WatermarkFacts, advance
+from turnstream.errors import ConflictError, CorruptRecordError
+from turnstream_server.bus.release.release_writes import (
+    FoldedFacts,
+    WatermarkFacts,
+    advance,
+    finish,
+)
 
 STEPS = st.lists(st.integers(1, 50), unique=True).map(sorted)
 OBSERVERS = st.dictionaries(
@@ -60,3 +65,26 @@ def test_damaged_observer_is_named() -> None:
 
     with pytest.raises(CorruptRecordError, match="observers, field 'a'"):
         advance(facts, at_most=None)
+
+
+@given(st.integers(0, 9), st.integers(1, 9), st.integers(0, 9), st.integers(0, 20))
+def test_each_step_is_finished_once_and_after_the_one_before(
+    folded: int, first: int, num: int, limit: int
+) -> None:
+    facts = FoldedFacts(
+        released=b"%d" % limit, folded=b"%d" % folded, snapshot_step=b"%d" % (limit + 1)
+    )
+    records = {step: b"r%d" % step for step in range(first, first + num)}
+    new = [step for step in records if step > folded]
+
+    if new and (new[0] != folded + 1 or new[-1] > limit):
+        with pytest.raises(ConflictError, match="is not next"):
+            finish(facts, records)
+        return
+    written = [[*changes.calls()] for changes in finish(facts, records)]
+
+    for step, calls in zip(new, written, strict=True):
+        frontier = (*("released", b"=%d" % limit), *("folded", b"=%d" % (step - 1)))
+        assert ("FIELDS", "frontier", frontier) in calls
+        assert ("HSET", "past", (step, records[step])) in calls
+        assert ("HSET", "frontier", ("folded", step)) in calls

@@ -175,6 +175,25 @@ async def write_decision(
     raise StoreUnavailableError(f"run {term.run}: {found} changed in each of {MAX_TRIES} tries")
 
 
+async def write_decisions(
+    term: Term,
+    read: Callable[[], Awaitable[_Facts]],
+    decide: Callable[[_Facts], Sequence[Changes]],
+) -> None:
+    """Write several changes like `write_decision`, in order and in one round trip.
+
+    Raises:
+        FencedError: another planner leads the run.
+        StoreUnavailableError: the facts changed each time.
+    """
+    found: list[list[Any] | Difference] = []
+    for _ in range(MAX_TRIES):
+        found = await write_all(term, decide(await read()))
+        if not any(isinstance(each, Difference) for each in found):
+            return
+    raise StoreUnavailableError(f"run {term.run}: {found} changed in each of {MAX_TRIES} tries")
+
+
 async def read_facts(term: Term, *commands: Sequence[Argument]) -> list[Any]:
     """Return the replies of commands that read, in order.
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import redis.asyncio
 
@@ -30,14 +30,26 @@ from turnstream.store.client.scripts import Command, Script, run_commands_async
 from turnstream.store.client.stored_values import parsed_number, reading
 from turnstream_server.bus.core.run_script import RunScript
 from turnstream_server.bus.leadership.leadership import LeaderScript, Term
-from turnstream_server.bus.leadership.writes import Changes, read_facts, write_decision
-from turnstream_server.bus.release.release_writes import WatermarkFacts, advance
+from turnstream_server.bus.leadership.writes import (
+    Changes,
+    read_facts,
+    write_decision,
+    write_decisions,
+)
+from turnstream_server.bus.release.release_writes import (
+    FoldedFacts,
+    WatermarkFacts,
+    advance,
+    finish,
+)
 from turnstream_server.failpoints import reach
 
 TOMBSTONE_LEASES: Final = 15
 """Leases for which a released trajectory keeps a tombstone, to refuse late writers."""
 
 SHORTEST_TOMBSTONE_S: Final = 900.0
+
+_T = TypeVar("_T")
 
 SLICE_WORDS: Final = 512
 """Words of the calls of one round trip: they take the event loop about 3 ms to pack."""
@@ -48,6 +60,9 @@ FOLD_SLICE: Final = 256
 GROUP_SLICE: Final = 128
 """Groups of one call: a millisecond of the server, for each has a bucket of its own in `over`."""
 
+STEP_SLICE: Final = 16
+"""Steps whose plans one round trip replaces."""
+
 DROPPED: Final = ("filtered", "expired", "incomplete", "surplus", "evaluated", "abandoned")
 """States in which a trajectory ends untrained. Dead ones are kept until they are discarded."""
 
@@ -56,7 +71,6 @@ _OVER: Final = (b"planned", b"filtered", b"expired", b"incomplete", b"surplus", 
 _RELEASE = Script("release_payload", "turnstream_server.bus.release")
 _RELEASE_BYTES = RunScript("release_bytes", "release", "ledger held budget wake")
 _FOLD_BATCH = LeaderScript("fold_batch", "release", "frontier ledger groups over rewards")
-_FINISH = LeaderScript("finish_batch", "release", "frontier batches plan past snapshot times")
 _FIND_ENDED = RunScript("find_ended", "release", "ledger")
 _FOLD_ENDED = LeaderScript(
     "fold_ended", "release", "frontier ledger groups over ended reasons rewards"
@@ -208,8 +222,21 @@ async def finish_batches(term: Term, records: Mapping[int, bytes]) -> None:
     Raises:
         ConflictError: a step is not released, not the next one, or not in the snapshot.
     """
-    commands = [_FINISH(term, step, record) for step, record in sorted(records.items())]
-    await _run_all(term.client, commands)
+    for steps in _sliced(sorted(records), STEP_SLICE):
+        some = {step: records[step] for step in steps}
+        await write_decisions(
+            term, lambda: _read_folded(term), lambda facts, some=some: finish(facts, some)
+        )
+
+
+async def _read_folded(term: Term) -> FoldedFacts:
+    known = keys.run_keys(term.run)
+    (released, folded), snapshot_step = await read_facts(
+        term,
+        ("HMGET", known.frontier, "released", "folded"),
+        ("HGET", known.snapshot, "step"),
+    )
+    return FoldedFacts(released=released, folded=folded, snapshot_step=snapshot_step)
 
 
 async def find_ended(
@@ -282,6 +309,6 @@ def _in_slices(commands: Iterable[Command]) -> Iterator[list[Command]]:
         yield some
 
 
-def _sliced(values: Sequence[str], size: int) -> Iterator[Sequence[Any]]:
+def _sliced(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
     for start in range(0, len(values), size):
         yield values[start : start + size]

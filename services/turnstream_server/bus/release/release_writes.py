@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from turnstream.errors import ConflictError
 from turnstream.store.client.stored_values import parsed_number, reading
 from turnstream_server.bus.leadership.writes import Changes
 
@@ -65,3 +66,50 @@ def advance(facts: WatermarkFacts, *, at_most: int | None) -> tuple[int, Changes
     text = ",".join(map(str, kept))
     changes.write("HSET", "frontier", "released", floor, "checkpoints", text)
     return floor, changes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedFacts:
+    """The facts in the store about the released steps of a run; None for missing fields.
+
+    Attributes:
+        released: the low watermark.
+        folded: newest step with a compact record.
+        snapshot_step: newest plan that a starting planner does not read.
+    """
+
+    released: bytes | None
+    folded: bytes | None
+    snapshot_step: bytes | None
+
+
+def finish(facts: FoldedFacts, records: Mapping[int, bytes]) -> list[Changes]:
+    """Return the writes that replace plans by compact records, for each step in order.
+
+    Raises:
+        ConflictError: a step is not released, not the next one, or not in the snapshot.
+    """
+    released, folded, in_snapshot = (
+        parsed_number(each or b"0") for each in (facts.released, facts.folded, facts.snapshot_step)
+    )
+    stored, all_changes = facts.folded, list[Changes]()
+    for step in sorted(each for each in records if each > folded):
+        if step != folded + 1 or step > released:
+            raise ConflictError(
+                f"step {step} is not next: step {folded} is folded, step {released} is released"
+            )
+        if step > in_snapshot:
+            raise ConflictError(f"step {step} is not in the snapshot")
+        changes = Changes()
+        changes.expect("frontier", "released", facts.released)
+        changes.expect("frontier", "folded", stored)
+        changes.expect("snapshot", "step", facts.snapshot_step)
+        changes.write("HSET", "past", step, records[step])
+        changes.write("XTRIM", "plan", "MINID", f"{step + 1}-0")
+        changes.write("HDEL", "batches", step - 1)
+        whats = ("planned", "stepped", "committed")
+        changes.write("HDEL", "times", *(f"{what}:{step - 1}" for what in whats))
+        changes.write("HSET", "frontier", "folded", step)
+        all_changes.append(changes)
+        folded, stored = step, b"%d" % step
+    return all_changes
