@@ -38,6 +38,7 @@ from turnstream_server.bus.release.release_writes import (
     WatermarkFacts,
     advance,
     finish,
+    move,
 )
 
 WORST: Final[dict[str, Build]] = {}
@@ -186,11 +187,20 @@ def watermark(store: LimitStore) -> Changes | None:
 
 def finished(store: LimitStore) -> Changes:
     """The plan of a large batch, after one that was withdrawn."""
+    store.fill(store.keys.frontier, [("released", 1)])
     store.fill(store.keys.snapshot, [("step", 1)])
     for revision in range(2):
         store.client.xadd(store.keys.plan, {"r": b"m" * 4_000_000}, id=f"1-{revision}")
-    facts = FoldedFacts(released=b"5001", folded=None, snapshot_step=b"1")
+    facts = FoldedFacts(released=b"1", folded=None, snapshot_step=b"1")
     return finish(facts, {1: b"r" * 1_000_000})[0]
+
+
+def moved(store: LimitStore) -> Changes | None:
+    """The most steps of one call."""
+    steps = range(1, MAX_FILE_BATCHES + 1)
+    store.fill(store.keys.past, ((str(step), b"r" * 10_000) for step in steps))
+    store.fill(store.keys.frontier, [("folded", MAX_FILE_BATCHES)])
+    return move(steps, NAME, folded=b"%d" % MAX_FILE_BATCHES, cold=None)
 
 
 @worst(WORST)
@@ -217,12 +227,13 @@ def leader_write(store: LimitStore) -> list[Command]:
         settle(last, cut, limits_open=True),
         settle_evaluation(evaluated, ended, versions=()),
     ]
-    released = store.configured()
-    written = [
-        *((term, each) for each in changes),
-        *((term_of(released), each) for each in (watermark(released), finished(released))),
-    ]
-    return [write_command(each, some) for each, some in written if some is not None]
+    written = [write_command(term, each) for each in changes if each is not None]
+    for build in (watermark, finished, moved):
+        own = LimitStore(store.client, f"{store.run.name}-{build.__name__}")
+        changes = build(own)
+        assert changes is not None
+        written.append(write_command(term_of(own), changes))
+    return written
 
 
 @worst(WORST)
@@ -277,15 +288,6 @@ def release_bytes(store: LimitStore) -> list[Command]:
     ids = ids_of(FOLD_SLICE)
     opened(store, ids)
     return [store.call("release_bytes", *ids)]
-
-
-@worst(WORST)
-def move_to_file(store: LimitStore) -> list[Command]:
-    """The most steps of one call."""
-    steps = range(1, MAX_FILE_BATCHES + 1)
-    store.fill(store.keys.past, ((str(step), b"r" * 10_000) for step in steps))
-    store.fill(store.keys.frontier, [("folded", MAX_FILE_BATCHES)])
-    return [store.call("move_to_file", 1, MAX_FILE_BATCHES, NAME)]
 
 
 @worst(WORST)
