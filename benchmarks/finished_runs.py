@@ -7,7 +7,8 @@ are written directly.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import redis
@@ -17,7 +18,8 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import Link
 from turnstream.store.client.scripts import Command, Script, pack
 from turnstream.types import TrajectoryKey
-from turnstream_server.bus.release.release import FOLD_SLICE, GROUP_SLICE
+from turnstream_server.bus.release.release import FOLD_SLICE
+from turnstream_server.bus.release.release_writes import fingerprint_of
 
 RUN = "ledger"
 _TIMES = ("planned", "stepped", "committed")
@@ -62,7 +64,7 @@ class RunWriter:
         names = {
             "leadership": ("acquire_leader",),
             "sessions": ("start_session", "stepped", "committed"),
-            "release": (*("release_bytes", "fold_batch", "fold_ended"),),
+            "release": (*("release_bytes", "fold_ended"),),
         }
         self._scripts = {
             name: Script(name, f"turnstream_server.bus.{folder}")
@@ -80,6 +82,7 @@ class RunWriter:
         self._kept: list[Planned] = []
         self._ended: dict[str, str] = {}
         self._num_records = 0
+        self._buckets: defaultdict[str, bytes] = defaultdict(bytes)
 
     def commit(self, batch: Planned) -> None:
         """Plan, train and commit a batch, and release the one before."""
@@ -113,10 +116,6 @@ class RunWriter:
 
     def _fold(self, batch: Planned) -> None:
         names = self._names
-        fold = (
-            *(names.leader, names.frontier, names.ledger, names.groups),
-            *(names.over, names.rewards),
-        )
         record = encode_batch(
             CompactBatch(
                 step=batch.step,
@@ -128,16 +127,12 @@ class RunWriter:
         )
         ids = batch.ids
         bytes_keys = (names.ledger, names.held, names.budget, names.wake)
+        values = self._over(batch.groups)
         self._store.run(
             *(self._call("release_bytes", bytes_keys, *some) for some in _sliced(ids, FOLD_SLICE)),
-            *(
-                self._call("fold_batch", fold, 1, batch.step, 0, *some)
-                for some in _sliced(ids, FOLD_SLICE)
-            ),
-            *(
-                self._call("fold_batch", fold, 1, batch.step, len(some), *some)
-                for some in _sliced(batch.groups, GROUP_SLICE)
-            ),
+            ("HDEL", names.ledger, *ids),
+            ("HDEL", names.groups, *batch.groups),
+            ("HSET", names.over, *values),
             ("HSET", names.past, batch.step, record),
             ("XTRIM", names.plan, "MINID", f"{batch.step + 1}-0"),
             ("HDEL", names.batches, batch.step - 1),
@@ -176,6 +171,15 @@ class RunWriter:
         record = encode_ends(ended)
         self._num_records += 1
         self._store.run(self._call("fold_ended", where, 1, self._num_records, record, *ids))
+
+    def _over(self, groups: Iterable[str]) -> list[str | bytes]:
+        """Return the fields of `over` that change, with their values after these groups."""
+        new: dict[str, bytes] = {}
+        for name in groups:
+            bucket, fingerprint = fingerprint_of(name)
+            self._buckets[bucket] += fingerprint
+            new[bucket] = self._buckets[bucket]
+        return [word for pair in new.items() for word in pair]
 
     def _call(self, name: str, where: tuple[str, ...], *args: Any) -> Command:
         return self._scripts[name](where, *args)

@@ -35,9 +35,11 @@ from turnstream_server.bus.release.compact_records import MAX_FILE_BATCHES
 from turnstream_server.bus.release.release import FOLD_SLICE, GROUP_SLICE
 from turnstream_server.bus.release.release_writes import (
     FoldedFacts,
+    Part,
     WatermarkFacts,
     advance,
     finish,
+    fold,
     move,
 )
 
@@ -185,6 +187,25 @@ def watermark(store: LimitStore) -> Changes | None:
     return advance(facts, at_most=None)[1]
 
 
+def folded(store: LimitStore, names: list[str], *, are_groups: bool) -> Changes | None:
+    """Names of a released step; `over` is as long as it gets."""
+    entry = b"1:planned" if are_groups else b"planned:1"
+    store.fill(store.keys.over, ((f"{number:03x}", BUCKET) for number in range(4096)))
+    store.fill(store.keys.groups if are_groups else store.keys.ledger, ((n, entry) for n in names))
+    store.fill(store.keys.frontier, [("released", 1)])
+    return fold(Part(1, names, are_groups), [entry] * len(names), released=b"1")
+
+
+def folded_groups(store: LimitStore) -> Changes | None:
+    """The most groups of one call."""
+    return folded(store, groups_of(GROUP_SLICE), are_groups=True)
+
+
+def folded_trajectories(store: LimitStore) -> Changes | None:
+    """The most trajectories of one call."""
+    return folded(store, ids_of(FOLD_SLICE), are_groups=False)
+
+
 def finished(store: LimitStore) -> Changes:
     """The plan of a large batch, after one that was withdrawn."""
     store.fill(store.keys.frontier, [("released", 1)])
@@ -228,7 +249,7 @@ def leader_write(store: LimitStore) -> list[Command]:
         settle_evaluation(evaluated, ended, versions=()),
     ]
     written = [write_command(term, each) for each in changes if each is not None]
-    for build in (watermark, finished, moved):
+    for build in (watermark, folded_groups, folded_trajectories, finished, moved):
         own = LimitStore(store.client, f"{store.run.name}-{build.__name__}")
         changes = build(own)
         assert changes is not None
@@ -254,20 +275,6 @@ def find_ended(store: LimitStore) -> list[Command]:
     """A page of a ledger in which all trajectories ended."""
     store.fill(store.keys.ledger, ((each, f"expired:{REASON}") for each in ids_of(4_000)))
     return [store.call("find_ended", "0", 500)]
-
-
-@worst(WORST)
-def fold_batch(store: LimitStore) -> list[Command]:
-    """The most trajectories, and the most groups, of one call; `over` is as long as it gets."""
-    groups, ids = groups_of(GROUP_SLICE), ids_of(FOLD_SLICE)
-    store.fill(store.keys.over, ((f"{number:03x}", BUCKET) for number in range(4096)))
-    store.fill(store.keys.groups, ((each, "1:planned") for each in groups))
-    store.fill(store.keys.ledger, ((each, "planned:1") for each in ids))
-    store.fill(store.keys.frontier, [("released", 1)])
-    return [
-        store.call("fold_batch", 1, 0, *ids),
-        store.call("fold_batch", 1, len(groups), *groups),
-    ]
 
 
 @worst(WORST)

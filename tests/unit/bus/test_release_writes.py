@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,9 +11,12 @@ from hypothesis import strategies as st
 from turnstream.errors import ConflictError, CorruptRecordError
 from turnstream_server.bus.release.release_writes import (
     FoldedFacts,
+    Part,
     WatermarkFacts,
     advance,
+    fingerprint_of,
     finish,
+    fold,
     move,
 )
 
@@ -66,6 +71,56 @@ def test_damaged_observer_is_named() -> None:
 
     with pytest.raises(CorruptRecordError, match="observers, field 'a'"):
         advance(facts, at_most=None)
+
+
+ENTRIES = st.lists(
+    st.sampled_from([b"planned:3", b"planned:30", b"sealed:1", b"dead:why", None]), max_size=9
+)
+
+
+@given(ENTRIES, st.integers(0, 5))
+def test_only_trajectories_of_the_released_step_are_folded(
+    entries: list[bytes | None], released: int
+) -> None:
+    part = Part(3, [f"g/{sample}/0" for sample in range(len(entries))], are_groups=False)
+    if released < 3:
+        with pytest.raises(ConflictError, match=f"step 3 is not released; step {released} is"):
+            fold(part, entries, released=b"%d" % released)
+        return
+
+    changes = fold(part, entries, released=b"%d" % released)
+
+    ours = [each for each, entry in zip(part.names, entries, strict=True) if entry == b"planned:3"]
+    calls = [] if changes is None else [*changes.calls()]
+    assert bool(calls) is bool(ours)
+    if ours:
+        assert ("PREFIX", "ledger", ("planned:3", *ours)) in calls
+        assert calls[-2:] == [("HDEL", "rewards", (*ours,)), ("HDEL", "ledger", (*ours,))]
+
+
+@given(st.lists(st.sampled_from([b"8:planned", b"8:open", b"8:expired", None]), max_size=20))
+def test_each_planned_group_leaves_one_fingerprint_for_its_entry(
+    entries: list[bytes | None],
+) -> None:
+    names = [str(number) for number in range(len(entries))]
+
+    changes = fold(Part(1, names, are_groups=True), entries, released=b"1")
+
+    gone = [n for n, entry in zip(names, entries, strict=True) if entry == b"8:planned"]
+    calls = [] if changes is None else [*changes.calls()]
+    assert bool(calls) is bool(gone)
+    if gone:
+        expected = [word for name in gone for word in (name, b"=8:planned")]
+        assert ("FIELDS", "groups", (*expected,)) in calls
+        assert ("HDEL", "groups", (*gone,)) in calls
+        words: Any
+        (words,) = [words for name, key, words in calls if (name, key) == ("EXTEND", "over")]
+        found = {
+            (bucket, packed[start : start + 8])
+            for bucket, packed in zip(words[::2], words[1::2], strict=True)
+            for start in range(0, len(packed), 8)
+        }
+        assert found == {*map(fingerprint_of, gone)}
 
 
 @given(st.integers(0, 9), st.integers(1, 9), st.integers(0, 9), st.integers(0, 20))

@@ -10,7 +10,7 @@ A repeated call must change nothing. So one of the expected facts is different a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 from turnstream.errors import FencedError, StoreUnavailableError
@@ -100,6 +100,12 @@ class Changes:
         if noted_in is not None:
             key, field = noted_in
             self.write("ENTRY", key, field)
+
+    def extend_each(self, key: str, values: Mapping[str, bytes]) -> None:
+        """Add bytes to the end of fields of a hash; a missing field is empty."""
+        words = [word for pair in values.items() for word in pair]
+        if words:
+            self.write("EXTEND", key, *words)
 
     def wake(self) -> None:
         """Wake the processes that wait for a change of the run."""

@@ -15,7 +15,7 @@ replaces them by compact records when their groups are decided.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -38,9 +38,11 @@ from turnstream_server.bus.leadership.writes import (
 )
 from turnstream_server.bus.release.release_writes import (
     FoldedFacts,
+    Part,
     WatermarkFacts,
     advance,
     finish,
+    fold,
 )
 from turnstream_server.failpoints import reach
 
@@ -70,7 +72,6 @@ _OVER: Final = (b"planned", b"filtered", b"expired", b"incomplete", b"surplus", 
 
 _RELEASE = Script("release_payload", "turnstream_server.bus.release")
 _RELEASE_BYTES = RunScript("release_bytes", "release", "ledger held budget wake")
-_FOLD_BATCH = LeaderScript("fold_batch", "release", "frontier ledger groups over rewards")
 _FIND_ENDED = RunScript("find_ended", "release", "ledger")
 _FOLD_ENDED = LeaderScript(
     "fold_ended", "release", "frontier ledger groups over ended reasons rewards"
@@ -201,19 +202,52 @@ def release_bytes_command(run: str, trajectory_ids: Sequence[str]) -> Command:
 
 
 async def fold_batches(term: Term, manifests: Sequence[Manifest]) -> None:
-    """Remove the trajectories and groups of released steps from the ledger, in few round trips."""
-    commands = (command for manifest in manifests for command in _fold_commands(term, manifest))
-    await _run_all(term.client, commands)
+    """Remove the trajectories and groups of released steps from the ledger, in few round trips.
+
+    Raises:
+        ConflictError: a step is not released.
+        FencedError: another planner leads the run.
+    """
+    parts = (part for manifest in manifests for part in _parts(manifest))
+    for some in _in_slices(parts, lambda part: len(part.names)):
+        await write_decisions(
+            term,
+            lambda some=some: _read_parts(term, some),
+            lambda facts, some=some: _fold(some, *facts),
+        )
 
 
-def _fold_commands(term: Term, manifest: Manifest) -> list[Command]:
+def _parts(manifest: Manifest) -> list[Part]:
     groups = [keys.encode_name(group.group_id) for group in manifest.groups]
     ids = [keys.trajectory_id(each.key) for group in manifest.groups for each in group.trajectories]
     step = manifest.step
     return [
-        *(_FOLD_BATCH(term, step, 0, *some) for some in _sliced(ids, FOLD_SLICE)),
-        *(_FOLD_BATCH(term, step, len(some), *some) for some in _sliced(groups, GROUP_SLICE)),
+        *(Part(step, some, are_groups=False) for some in _sliced(ids, FOLD_SLICE)),
+        *(Part(step, some, are_groups=True) for some in _sliced(groups, GROUP_SLICE)),
     ]
+
+
+async def _read_parts(
+    term: Term, parts: Sequence[Part]
+) -> tuple[bytes | None, list[Sequence[bytes | None]]]:
+    known = keys.run_keys(term.run)
+    released, *entries = await read_facts(
+        term,
+        ("HGET", known.frontier, "released"),
+        *(
+            ("HMGET", known.groups if each.are_groups else known.ledger, *each.names)
+            for each in parts
+        ),
+    )
+    return released, entries
+
+
+def _fold(
+    parts: Sequence[Part], released: bytes | None, entries: Sequence[Sequence[bytes | None]]
+) -> list[Changes]:
+    pairs = zip(parts, entries, strict=True)
+    folded = (fold(part, some, released=released) for part, some in pairs)
+    return [each for each in folded if each is not None]
 
 
 async def finish_batches(term: Term, records: Mapping[int, bytes]) -> None:
@@ -290,18 +324,19 @@ async def _group_states(
 
 async def _run_all(client: redis.asyncio.Redis, commands: Iterable[Command]) -> None:
     """Run scripts in order, a slice in each round trip; the first that is refused raises."""
-    for some in _in_slices(commands):
+    for some in _in_slices(commands, lambda command: len(command.words)):
         for reply in await run_commands_async(client, some):
             if isinstance(reply, Exception):
                 raise reply
 
 
-def _in_slices(commands: Iterable[Command]) -> Iterator[list[Command]]:
-    some: list[Command] = []
+def _in_slices(values: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """Yield values in lists that end where the sum of their sizes reaches SLICE_WORDS."""
+    some: list[_T] = []
     num_words = 0
-    for command in commands:
-        some.append(command)
-        num_words += len(command.words)
+    for value in values:
+        some.append(value)
+        num_words += size(value)
         if num_words >= SLICE_WORDS:
             yield some
             some, num_words = [], 0

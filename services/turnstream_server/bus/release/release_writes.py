@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from turnstream.errors import ConflictError
 from turnstream.store.client.stored_values import parsed_number, reading
@@ -81,6 +83,63 @@ class FoldedFacts:
     released: bytes | None
     folded: bytes | None
     snapshot_step: bytes | None
+
+
+class Part(NamedTuple):
+    """Names of trajectories, or (encoded) of groups, of a planned step."""
+
+    step: int
+    names: Sequence[str]
+    are_groups: bool
+
+
+def fold(part: Part, entries: Sequence[bytes | None], *, released: bytes | None) -> Changes | None:
+    """Return the writes that remove a part of a released step; None where none of it is left.
+
+    `entries` are those of the names in `groups` or `ledger`. Groups leave fingerprints.
+
+    Raises:
+        ConflictError: the step is not released.
+    """
+    number = parsed_number(released or b"0")
+    if part.step > number:
+        raise ConflictError(f"step {part.step} is not released; step {number} is")
+    changes = Changes()
+    changes.expect("frontier", "released", released)
+    pairs = zip(part.names, entries, strict=True)
+    if part.are_groups:
+        planned = {name: e for name, e in pairs if e and e.partition(b":")[2] == b"planned"}
+        for name, entry in planned.items():
+            changes.expect("groups", name, entry)
+        _finish_names(changes, [*planned])
+        return changes if planned else None
+    state = f"planned:{part.step}"
+    ours = [name for name, entry in pairs if entry == state.encode()]
+    changes.expect_prefix("ledger", state, ours)
+    changes.write_each("HDEL", "rewards", ours)
+    changes.write_each("HDEL", "ledger", ours)
+    return changes if ours else None
+
+
+def _finish_names(changes: Changes, names: Sequence[str]) -> None:
+    """Add the writes that replace groups by fingerprints; `changes` must expect their entries."""
+    changes.write_each("HDEL", "groups", names)
+    buckets: dict[str, bytes] = {}
+    for name in names:
+        bucket, fingerprint = fingerprint_of(name)
+        buckets[bucket] = buckets.get(bucket, b"") + fingerprint
+    changes.extend_each("over", buckets)
+
+
+def fingerprint_of(name: str) -> tuple[str, bytes]:
+    """Return the bucket and the fingerprint of a finished name: see finished_names.lua.
+
+    >>> bucket, fingerprint = fingerprint_of("g1")
+    >>> bucket, fingerprint.hex()
+    ('a46', 'a46e558d11cb2400')
+    """
+    digest = hashlib.sha1(name.encode(), usedforsecurity=False)
+    return digest.hexdigest()[:3], digest.digest()[:8]
 
 
 def finish(facts: FoldedFacts, records: Mapping[int, bytes]) -> list[Changes]:

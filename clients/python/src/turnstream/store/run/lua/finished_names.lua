@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Part of fold_batch, fold_ended, next_task, open_group, post_reward and read_group: the names of
+-- Part of fold_ended, next_task, open_group, post_reward and read_group: the names of
 -- groups that are finished and no longer in `groups`.
 --
 -- Needs OVER, a key:  hash  bucket -> fingerprints; read, changed by add_finished
