@@ -7,7 +7,7 @@ are written directly.
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -64,7 +64,7 @@ class RunWriter:
         names = {
             "leadership": ("acquire_leader",),
             "sessions": ("start_session", "stepped", "committed"),
-            "release": (*("release_bytes", "fold_ended"),),
+            "release": ("release_bytes",),
         }
         self._scripts = {
             name: Script(name, f"turnstream_server.bus.{folder}")
@@ -163,14 +163,19 @@ class RunWriter:
 
     def _fold_ended(self, ids: list[str]) -> None:
         names = self._names
-        where = (
-            *(names.leader, names.frontier, names.ledger, names.groups),
-            *(names.over, names.ended, names.reasons, names.rewards),
-        )
         ended = {keys.parse_trajectory_id(each): self._ended.pop(each) for each in ids}
-        record = encode_ends(ended)
         self._num_records += 1
-        self._store.run(self._call("fold_ended", where, 1, self._num_records, record, *ids))
+        groups = dict.fromkeys(each.partition("/")[0] for each in ids)
+        gone = [*groups.keys() - {each.partition("/")[0] for each in self._ended}]
+        values = self._over(gone)
+        reasons = Counter(ended.values())
+        self._store.run(
+            *(("HINCRBY", names.reasons, reason, number) for reason, number in reasons.items()),
+            *([("HDEL", names.groups, *gone), ("HSET", names.over, *values)] if gone else []),
+            ("HDEL", names.ledger, *ids),
+            ("HSET", names.ended, self._num_records, encode_ends(ended)),
+            ("HSET", names.frontier, "ends", self._num_records),
+        )
 
     def _over(self, groups: Iterable[str]) -> list[str | bytes]:
         """Return the fields of `over` that change, with their values after these groups."""

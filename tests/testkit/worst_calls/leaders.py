@@ -32,6 +32,7 @@ from turnstream_server.bus.planning.settling import SLICE as END_SLICE
 from turnstream_server.bus.planning.settling import GroupState, settle, settle_evaluation
 from turnstream_server.bus.planning.trajectories import MAX_KEPT_BYTES, MAX_KEPT_EVENTS
 from turnstream_server.bus.release.compact_records import MAX_FILE_BATCHES
+from turnstream_server.bus.release.ended_writes import EndedFacts, replace_ended
 from turnstream_server.bus.release.release import FOLD_SLICE, GROUP_SLICE
 from turnstream_server.bus.release.release_writes import (
     FoldedFacts,
@@ -206,6 +207,24 @@ def folded_trajectories(store: LimitStore) -> Changes | None:
     return folded(store, ids_of(FOLD_SLICE), are_groups=False)
 
 
+def ended(store: LimitStore) -> Changes | None:
+    """The most trajectories of one record, each with a reason and a group of its own."""
+    groups = groups_of(FOLD_SLICE)
+    entries = {f"{each}/0/0": f"expired:{each}".encode() for each in groups}
+    store.fill(store.keys.over, ((f"{number:03x}", BUCKET) for number in range(4096)))
+    store.fill(store.keys.groups, ((each, "1:expired") for each in groups))
+    store.fill(store.keys.ledger, entries.items())
+    store.fill(store.keys.reasons, ((f"{n}{REASON}", 1) for n in range(700)))
+    facts = EndedFacts(
+        newest=None,
+        entries=entries,
+        groups=dict.fromkeys(groups, b"1:expired"),
+        reasons=(),
+        num_reasons=700,
+    )
+    return replace_ended(facts, number=1, record=b"r" * 100_000)
+
+
 def finished(store: LimitStore) -> Changes:
     """The plan of a large batch, after one that was withdrawn."""
     store.fill(store.keys.frontier, [("released", 1)])
@@ -237,7 +256,7 @@ def leader_write(store: LimitStore) -> list[Command]:
         now_ms=1,
     )
     cut = GroupCut(group_id="cut", reason=REASON)
-    ended = GroupEvaluated(group_id="eval", keys=(), result=None, total=None)
+    evaluation = GroupEvaluated(group_id="eval", keys=(), result=None, total=None)
     part = open_group(store, "part", state="open", num_open=LARGEST_GROUP)
     last = open_group(store, "last", state="open", num_open=END_SLICE)
     evaluated = open_group(store, "eval", state="evaluating", num_open=END_SLICE)
@@ -246,10 +265,10 @@ def leader_write(store: LimitStore) -> list[Command]:
         mark([sealed_group(store, GROUP, LARGEST_GROUP)], step=2),
         settle(part, cut, limits_open=True),
         settle(last, cut, limits_open=True),
-        settle_evaluation(evaluated, ended, versions=()),
+        settle_evaluation(evaluated, evaluation, versions=()),
     ]
     written = [write_command(term, each) for each in changes if each is not None]
-    for build in (watermark, folded_groups, folded_trajectories, finished, moved):
+    for build in (watermark, folded_groups, folded_trajectories, ended, finished, moved):
         own = LimitStore(store.client, f"{store.run.name}-{build.__name__}")
         changes = build(own)
         assert changes is not None
@@ -275,18 +294,6 @@ def find_ended(store: LimitStore) -> list[Command]:
     """A page of a ledger in which all trajectories ended."""
     store.fill(store.keys.ledger, ((each, f"expired:{REASON}") for each in ids_of(4_000)))
     return [store.call("find_ended", "0", 500)]
-
-
-@worst(WORST)
-def fold_ended(store: LimitStore) -> list[Command]:
-    """The most trajectories of one call, each with a reason and a group of its own."""
-    groups = groups_of(FOLD_SLICE)
-    ids = [f"{each}/0/0" for each in groups]
-    store.fill(store.keys.over, ((f"{number:03x}", BUCKET) for number in range(4096)))
-    store.fill(store.keys.groups, ((each, "1:expired") for each in groups))
-    store.fill(store.keys.ledger, ((each, f"expired:{each}") for each in ids))
-    store.fill(store.keys.reasons, ((f"{n}{REASON}", 1) for n in range(1_000)))
-    return [store.call("fold_ended", 1, b"r" * 100_000, *ids)]
 
 
 @worst(WORST)

@@ -29,12 +29,19 @@ from turnstream.store.client.run_ids import no_such_run
 from turnstream.store.client.scripts import Command, Script, run_commands_async
 from turnstream.store.client.stored_values import parsed_number, reading
 from turnstream_server.bus.core.run_script import RunScript
-from turnstream_server.bus.leadership.leadership import LeaderScript, Term
+from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.leadership.writes import (
     Changes,
     read_facts,
     write_decision,
     write_decisions,
+)
+from turnstream_server.bus.release.ended_writes import (
+    DROPPED,
+    OVER,
+    EndedFacts,
+    counts_of,
+    replace_ended,
 )
 from turnstream_server.bus.release.release_writes import (
     FoldedFacts,
@@ -65,17 +72,9 @@ GROUP_SLICE: Final = 128
 STEP_SLICE: Final = 16
 """Steps whose plans one round trip replaces."""
 
-DROPPED: Final = ("filtered", "expired", "incomplete", "surplus", "evaluated", "abandoned")
-"""States in which a trajectory ends untrained. Dead ones are kept until they are discarded."""
-
-_OVER: Final = (b"planned", b"filtered", b"expired", b"incomplete", b"surplus", b"evaluated")
-
 _RELEASE = Script("release_payload", "turnstream_server.bus.release")
 _RELEASE_BYTES = RunScript("release_bytes", "release", "ledger held budget wake")
 _FIND_ENDED = RunScript("find_ended", "release", "ledger")
-_FOLD_ENDED = LeaderScript(
-    "fold_ended", "release", "frontier ledger groups over ended reasons rewards"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +286,7 @@ async def finished_groups(
 ) -> set[str]:
     """Return the (encoded) names of finished groups: planned, dropped, or compact."""
     states = await _group_states(client, run, group_names)
-    return {name for name, state in states if state is None or state in _OVER}
+    return {name for name, state in states if state is None or state in OVER}
 
 
 async def compact_groups(
@@ -305,8 +304,37 @@ async def fold_ended(
 
     Raises:
         ConflictError: `number` is not the next one, or a trajectory may still change.
+        FencedError: another planner leads the run.
     """
-    return bool(await _FOLD_ENDED.run(term, number, record, *trajectory_ids))
+    written = await write_decision(
+        term,
+        lambda: _read_ended(term, trajectory_ids),
+        lambda facts: replace_ended(facts, number=number, record=record),
+    )
+    return written is not None
+
+
+async def _read_ended(term: Term, trajectory_ids: Sequence[str]) -> EndedFacts:
+    known = keys.run_keys(term.run)
+    names = dict.fromkeys(each.partition("/")[0] for each in trajectory_ids)
+    newest, entries, groups = await read_facts(
+        term,
+        ("HGET", known.frontier, "ends"),
+        ("HMGET", known.ledger, *trajectory_ids),
+        ("HMGET", known.groups, *names),
+    )
+    found = dict(zip(trajectory_ids, entries, strict=True))
+    reasons = [*counts_of(found)]
+    counts, num_reasons = await read_facts(
+        term, ("HMGET", known.reasons, *reasons), ("HLEN", known.reasons)
+    )
+    return EndedFacts(
+        newest=newest,
+        entries=found,
+        groups=dict(zip(names, groups, strict=True)),
+        reasons={each for each, count in zip(reasons, counts, strict=True) if count is not None},
+        num_reasons=num_reasons,
+    )
 
 
 async def _group_states(

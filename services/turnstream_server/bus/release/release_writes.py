@@ -111,7 +111,7 @@ def fold(part: Part, entries: Sequence[bytes | None], *, released: bytes | None)
         planned = {name: e for name, e in pairs if e and e.partition(b":")[2] == b"planned"}
         for name, entry in planned.items():
             changes.expect("groups", name, entry)
-        _finish_names(changes, [*planned])
+        finish_names(changes, [*planned])
         return changes if planned else None
     state = f"planned:{part.step}"
     ours = [name for name, entry in pairs if entry == state.encode()]
@@ -121,7 +121,7 @@ def fold(part: Part, entries: Sequence[bytes | None], *, released: bytes | None)
     return changes if ours else None
 
 
-def _finish_names(changes: Changes, names: Sequence[str]) -> None:
+def finish_names(changes: Changes, names: Sequence[str]) -> None:
     """Add the writes that replace groups by fingerprints; `changes` must expect their entries."""
     changes.write_each("HDEL", "groups", names)
     buckets: dict[str, bytes] = {}
