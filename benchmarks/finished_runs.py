@@ -7,9 +7,8 @@ are written directly.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
 
 import redis
 
@@ -18,11 +17,14 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import Link
 from turnstream.store.client.scripts import Command, Script, pack
 from turnstream.types import TrajectoryKey
-from turnstream_server.bus.release.release import FOLD_SLICE
-from turnstream_server.bus.release.release_writes import fingerprint_of
+from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.writes import Changes, write_command
+from turnstream_server.bus.release.ended_writes import EndedFacts, replace_ended
+from turnstream_server.bus.release.release import FOLD_SLICE, GROUP_SLICE
+from turnstream_server.bus.release.release_writes import FoldedFacts, Part, finish, fold
 
 RUN = "ledger"
-_TIMES = ("planned", "stepped", "committed")
+TERM = Term(cast(Any, None), RUN, 1)
 
 
 class Planned(NamedTuple):
@@ -62,7 +64,7 @@ class RunWriter:
         self._store = store
         self._names = keys.run_keys(RUN)
         names = {
-            "leadership": ("acquire_leader",),
+            "leadership": ("acquire_leader", "leader_write"),
             "sessions": ("start_session", "stepped", "committed"),
             "release": ("release_bytes",),
         }
@@ -82,7 +84,8 @@ class RunWriter:
         self._kept: list[Planned] = []
         self._ended: dict[str, str] = {}
         self._num_records = 0
-        self._buckets: defaultdict[str, bytes] = defaultdict(bytes)
+        self._reasons: set[str] = set()
+        self._folded: set[str] = set()
 
     def commit(self, batch: Planned) -> None:
         """Plan, train and commit a batch, and release the one before."""
@@ -125,19 +128,31 @@ class RunWriter:
                 crcs=tuple(_crcs(batch)),
             )
         )
-        ids = batch.ids
+        ids, step = batch.ids, batch.step
         bytes_keys = (names.ledger, names.held, names.budget, names.wake)
-        values = self._over(batch.groups)
+        released = b"%d" % step
+        folded = b"%d" % (step - 1) if step > 1 else None
+        facts = FoldedFacts(released=released, folded=folded, snapshot_step=b"%d" % (step + 1))
+        entry = b"planned:%d" % step
         self._store.run(
             *(self._call("release_bytes", bytes_keys, *some) for some in _sliced(ids, FOLD_SLICE)),
-            ("HDEL", names.ledger, *ids),
-            ("HDEL", names.groups, *batch.groups),
-            ("HSET", names.over, *values),
-            ("HSET", names.past, batch.step, record),
-            ("XTRIM", names.plan, "MINID", f"{batch.step + 1}-0"),
-            ("HDEL", names.batches, batch.step - 1),
-            ("HDEL", names.times, *(f"{what}:{batch.step - 1}" for what in _TIMES)),
-            ("HSET", names.frontier, "folded", batch.step),
+            *(
+                _write(
+                    fold(Part(step, some, are_groups=False), [entry] * len(some), released=released)
+                )
+                for some in _sliced(ids, FOLD_SLICE)
+            ),
+            *(
+                _write(
+                    fold(
+                        Part(step, some, are_groups=True),
+                        [b"8:planned"] * len(some),
+                        released=released,
+                    )
+                )
+                for some in _sliced(batch.groups, GROUP_SLICE)
+            ),
+            *map(_write, finish(facts, {step: record})),
         )
 
     def drop(self, ended: dict[str, str]) -> None:
@@ -162,32 +177,33 @@ class RunWriter:
             self._fold_ended([*self._ended][:FOLD_SLICE])
 
     def _fold_ended(self, ids: list[str]) -> None:
-        names = self._names
-        ended = {keys.parse_trajectory_id(each): self._ended.pop(each) for each in ids}
-        self._num_records += 1
+        entries = {each: self._ended.pop(each) for each in ids}
+        stored = {each: entry.encode() for each, entry in entries.items()}
         groups = dict.fromkeys(each.partition("/")[0] for each in ids)
-        gone = [*groups.keys() - {each.partition("/")[0] for each in self._ended}]
-        values = self._over(gone)
-        reasons = Counter(ended.values())
-        self._store.run(
-            *(("HINCRBY", names.reasons, reason, number) for reason, number in reasons.items()),
-            *([("HDEL", names.groups, *gone), ("HSET", names.over, *values)] if gone else []),
-            ("HDEL", names.ledger, *ids),
-            ("HSET", names.ended, self._num_records, encode_ends(ended)),
-            ("HSET", names.frontier, "ends", self._num_records),
+        changes = replace_ended(
+            EndedFacts(
+                newest=b"%d" % self._num_records if self._num_records else None,
+                entries=stored,
+                groups={each: None if each in self._folded else b"8:incomplete" for each in groups},
+                reasons=self._reasons,
+                num_reasons=len(self._reasons),
+            ),
+            number=self._num_records + 1,
+            record=encode_ends({keys.parse_trajectory_id(each): entries[each] for each in ids}),
         )
-
-    def _over(self, groups: Iterable[str]) -> list[str | bytes]:
-        """Return the fields of `over` that change, with their values after these groups."""
-        new: dict[str, bytes] = {}
-        for name in groups:
-            bucket, fingerprint = fingerprint_of(name)
-            self._buckets[bucket] += fingerprint
-            new[bucket] = self._buckets[bucket]
-        return [word for pair in new.items() for word in pair]
+        self._num_records += 1
+        self._folded |= groups.keys()
+        self._store.run(_write(changes))
+        assert changes is not None
+        self._reasons |= {str(words[0]) for _, key, words in changes.calls() if key == "reasons"}
 
     def _call(self, name: str, where: tuple[str, ...], *args: Any) -> Command:
         return self._scripts[name](where, *args)
+
+
+def _write(changes: Changes | None) -> Command:
+    assert changes is not None
+    return write_command(TERM, changes)
 
 
 def _crcs(batch: Planned) -> Iterator[int]:

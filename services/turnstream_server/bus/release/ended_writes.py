@@ -108,7 +108,7 @@ def _has_ended(entry: bytes | None) -> bool:
 
 def _fold_groups(changes: Changes, facts: EndedFacts) -> None:
     """Add the end of the dropped groups; a planned one goes with its batch."""
-    first = {each.partition("/")[0]: each for each in reversed(facts.entries)}
+    first = {each.partition("/")[0]: each for each in reversed([*facts.entries])}
     dropped: list[str] = []
     for name, entry in facts.groups.items():
         changes.expect("groups", name, entry)

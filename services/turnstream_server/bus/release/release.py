@@ -6,8 +6,8 @@ twice, and after a crash the next planner continues::
     advance_watermark  no session can ask for these steps any more
     release_payload    deletes the payload of every trajectory in them
     release_bytes      returns their bytes to the budget
-    fold_batch         moves trajectories and groups from the ledger to compact records
-    finish_batch       replaces the plan by a compact record
+    fold_batches       removes trajectories and groups from the ledger
+    finish_batches     replaces the plans by compact records
 
 Trajectories that ended untrained need no watermark: their payload is deleted, and `fold_ended`
 replaces them by compact records when their groups are decided.
@@ -22,12 +22,11 @@ from typing import Any, Final, TypeVar
 import redis.asyncio
 
 from turnstream.batching.merge.plan import Manifest
-from turnstream.records.configs import decode_config
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import no_such_run
 from turnstream.store.client.scripts import Command, Script, run_commands_async
-from turnstream.store.client.stored_values import parsed_number, reading
+from turnstream.store.run.configs import read_config_async
 from turnstream_server.bus.core.run_script import RunScript
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.leadership.writes import (
@@ -146,21 +145,16 @@ async def advance_watermark(term: Term, *, at_most: int | None = None) -> int:
 
 async def _read_watermark(term: Term) -> WatermarkFacts:
     known = keys.run_keys(term.run)
-    (released, checkpoints), revision, observers = await read_facts(
+    (released, checkpoints), observers = await read_facts(
         term,
         ("HMGET", known.frontier, "released", "checkpoints"),
-        ("HGET", known.config, "newest"),
         ("HGETALL", known.observers),
     )
-    with reading(known.config, "newest"):
-        number = parsed_number(revision)
-    (text,) = await read_facts(term, ("HGET", known.config, number))
-    with reading(known.config, str(number)):
-        config = decode_config(text, run=term.run)
+    revision, config = await read_config_async(term.client, term.run)
     return WatermarkFacts(
         released=released,
         checkpoints=checkpoints,
-        revision=number,
+        revision=revision,
         num_kept=config.retain_checkpoints,
         observers=observers,
     )
