@@ -49,7 +49,6 @@ WORST: Final[dict[str, Build]] = {}
 CONSTANT: Final = {
     "acquire_leader": "single fields",
     "batch_due": "one event",
-    "grant_refill": "single fields of one trajectory, and one event",
     "mark_dead": "single fields of one trajectory, and one event",
     "note_damage": "one field",
     "note_trouble": "one field",
