@@ -62,7 +62,9 @@ async def settle_groups(term: Term, settled: Sequence[Settlement]) -> None:
     groups = [each for each in settled if not isinstance(each, MemberDropped)]
     refusals: list[ConflictError] = []
     while groups:
-        first = {each.group_id: each for each in reversed(groups)}  # in order, for each group
+        first: dict[str, _GroupDecision] = {}  # in order: a later evaluation has the newer total
+        for each in groups:
+            first.setdefault(each.group_id, each)
         some = list(itertools.islice(first.values(), _PER_ROUND))
         left = await _settle_round(term, some, refusals)
         done = {*map(id, some)} - {*map(id, left)}
