@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import redis
 
@@ -17,9 +17,14 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import Link
 from turnstream.store.client.scripts import Command, Script, pack
 from turnstream.types import TrajectoryKey
+from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.writes import Changes, write_command
+from turnstream_server.bus.release.ended_writes import EndedFacts, replace_ended
 from turnstream_server.bus.release.release import FOLD_SLICE, GROUP_SLICE
+from turnstream_server.bus.release.release_writes import FoldedFacts, Part, finish, fold
 
 RUN = "ledger"
+TERM = Term(cast(Any, None), RUN, 1)
 
 
 class Planned(NamedTuple):
@@ -59,11 +64,9 @@ class RunWriter:
         self._store = store
         self._names = keys.run_keys(RUN)
         names = {
-            "leadership": ("acquire_leader",),
+            "leadership": ("acquire_leader", "leader_write"),
             "sessions": ("start_session", "stepped", "committed"),
-            "release": (
-                *("advance_watermark", "release_bytes", "fold_batch", "finish_batch", "fold_ended"),
-            ),
+            "release": ("release_bytes",),
         }
         self._scripts = {
             name: Script(name, f"turnstream_server.bus.{folder}")
@@ -81,6 +84,8 @@ class RunWriter:
         self._kept: list[Planned] = []
         self._ended: dict[str, str] = {}
         self._num_records = 0
+        self._reasons: set[str] = set()
+        self._folded: set[str] = set()
 
     def commit(self, batch: Planned) -> None:
         """Plan, train and commit a batch, and release the one before."""
@@ -91,7 +96,6 @@ class RunWriter:
         self._num_planned += len(ids)
         stepped = (names.frontier, names.batches, names.wake, names.ranks, names.times)
         committed = (names.frontier, names.batches, names.times, names.wake, names.ranks)
-        watermark = (names.leader, names.frontier, names.config, names.observers)
         self._store.run(
             ("HSET", names.ledger, *values),
             ("HSET", names.held, *[word for each in ids for word in (each, "9000")]),
@@ -106,7 +110,7 @@ class RunWriter:
             ("HINCRBY", names.frontier, "planned_groups", len(batch.groups)),
             self._call("stepped", stepped, 1, step, batch.manifest_hash, "", 0),
             self._call("committed", committed, 1, step, batch.manifest_hash, "", 0),
-            self._call("advance_watermark", watermark, 1, ""),
+            ("HSET", names.frontier, "released", max(0, step - 1), "checkpoints", step),
             ("HSET", names.snapshot, "position", f"{step}-0", "step", step, "record", "s"),
         )
         self._kept.append(batch)
@@ -115,14 +119,6 @@ class RunWriter:
 
     def _fold(self, batch: Planned) -> None:
         names = self._names
-        fold = (
-            *(names.leader, names.frontier, names.ledger, names.groups),
-            *(names.over, names.rewards),
-        )
-        finish = (
-            *(names.leader, names.frontier, names.batches),
-            *(names.plan, names.past, names.snapshot, names.times),
-        )
         record = encode_batch(
             CompactBatch(
                 step=batch.step,
@@ -132,19 +128,31 @@ class RunWriter:
                 crcs=tuple(_crcs(batch)),
             )
         )
-        ids = batch.ids
+        ids, step = batch.ids, batch.step
         bytes_keys = (names.ledger, names.held, names.budget, names.wake)
+        released = b"%d" % step
+        folded = b"%d" % (step - 1) if step > 1 else None
+        facts = FoldedFacts(released=released, folded=folded, snapshot_step=b"%d" % (step + 1))
+        entry = b"planned:%d" % step
         self._store.run(
             *(self._call("release_bytes", bytes_keys, *some) for some in _sliced(ids, FOLD_SLICE)),
             *(
-                self._call("fold_batch", fold, 1, batch.step, 0, *some)
+                _write(
+                    fold(Part(step, some, are_groups=False), [entry] * len(some), released=released)
+                )
                 for some in _sliced(ids, FOLD_SLICE)
             ),
             *(
-                self._call("fold_batch", fold, 1, batch.step, len(some), *some)
+                _write(
+                    fold(
+                        Part(step, some, are_groups=True),
+                        [b"8:planned"] * len(some),
+                        released=released,
+                    )
+                )
                 for some in _sliced(batch.groups, GROUP_SLICE)
             ),
-            self._call("finish_batch", finish, 1, batch.step, record),
+            *map(_write, finish(facts, {step: record})),
         )
 
     def drop(self, ended: dict[str, str]) -> None:
@@ -169,18 +177,33 @@ class RunWriter:
             self._fold_ended([*self._ended][:FOLD_SLICE])
 
     def _fold_ended(self, ids: list[str]) -> None:
-        names = self._names
-        where = (
-            *(names.leader, names.frontier, names.ledger, names.groups),
-            *(names.over, names.ended, names.reasons, names.rewards),
+        entries = {each: self._ended.pop(each) for each in ids}
+        stored = {each: entry.encode() for each, entry in entries.items()}
+        groups = dict.fromkeys(each.partition("/")[0] for each in ids)
+        changes = replace_ended(
+            EndedFacts(
+                newest=b"%d" % self._num_records if self._num_records else None,
+                entries=stored,
+                groups={each: None if each in self._folded else b"8:incomplete" for each in groups},
+                reasons=self._reasons,
+                num_reasons=len(self._reasons),
+            ),
+            number=self._num_records + 1,
+            record=encode_ends({keys.parse_trajectory_id(each): entries[each] for each in ids}),
         )
-        ended = {keys.parse_trajectory_id(each): self._ended.pop(each) for each in ids}
-        record = encode_ends(ended)
         self._num_records += 1
-        self._store.run(self._call("fold_ended", where, 1, self._num_records, record, *ids))
+        self._folded |= groups.keys()
+        self._store.run(_write(changes))
+        assert changes is not None
+        self._reasons |= {str(words[0]) for _, key, words in changes.calls() if key == "reasons"}
 
     def _call(self, name: str, where: tuple[str, ...], *args: Any) -> Command:
         return self._scripts[name](where, *args)
+
+
+def _write(changes: Changes | None) -> Command:
+    assert changes is not None
+    return write_command(TERM, changes)
 
 
 def _crcs(batch: Planned) -> Iterator[int]:

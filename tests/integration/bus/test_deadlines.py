@@ -8,7 +8,7 @@ import pytest
 
 from testkit.scripts import script
 from turnstream.batching.fold.decisions import GroupCut
-from turnstream.errors import ConflictError, NotReadyError, WaitKind
+from turnstream.errors import ConflictError, NotReadyError, RejectedError, WaitKind
 from turnstream.generator.api.work import WorkQueue
 from turnstream.generator.transport.store_calls import StoreCalls
 from turnstream.store.client.scripts import run_command_async
@@ -208,6 +208,13 @@ async def test_refills_are_granted_in_order(timed: Any) -> None:
 
     with pytest.raises(ConflictError, match="refill 2 of group a does not follow refill 0"):
         await timed.grant("a", 1, number=2)
+
+
+async def test_refill_of_no_sample_is_refused_before_any_write(timed: Any) -> None:
+    # A refill was granted for any trajectory id, also for a sample that the group does not have.
+    await timed.open("a b")
+    async with timed.refuses(RejectedError, "trajectory a b/2/1 is none of the 2 samples"):
+        await timed.grant("a b", 2)
 
 
 async def test_refill_reopens_a_decided_group_and_never_a_finished_one(timed: Any) -> None:

@@ -1,15 +1,15 @@
 """Remains of a finished batch: a compact record, and names that are used once."""
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from testkit.scripts import script
+from turnstream.batching.merge.plan import GroupPlan
 from turnstream.errors import ConflictError
 from turnstream.records.compact import decode_batch
 from turnstream.store.client import keys
-from turnstream.store.client.scripts import run_command_async
 from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.bus.leadership.snapshots import save_snapshot
 from turnstream_server.bus.planning.manifests import write_manifest
@@ -20,12 +20,6 @@ def fingerprints(*names: str) -> dict[bytes, bytes]:
     """Return the entries of these groups in the key `over`, if no two of them share a bucket."""
     digests = [hashlib.sha1(name.encode()) for name in names]
     return {each.hexdigest()[:3].encode(): each.digest()[:8] for each in digests}
-
-
-def fold_keys(run: Any) -> tuple[str, ...]:
-    """The keys of the script fold_batch."""
-    names = ["leader", "frontier", "ledger", "groups", "over", "rewards"]
-    return tuple(getattr(run.keys, name) for name in names)
 
 
 async def test_a_folded_batch_leaves_its_names_and_a_fingerprint_of_each_group(
@@ -51,14 +45,11 @@ async def test_folding_again_changes_nothing(released: Any) -> None:
 
 async def test_trajectory_of_another_batch_stays_although_a_call_names_it(released: Any) -> None:
     await released.open("g9")
-    before = released.dump()
-    names = ("g9", "g9/0/0", "g3/0/0")  # an open group, its member, and one of a later batch
+    plan = released.manifests[3].manifest  # its members are of a later batch
+    other = replace(plan, step=1, groups=(replace(plan.groups[0], group_id="g9"),))
 
-    command = script("fold_batch")(fold_keys(released), released.leader_epoch, 1, 1, *names)
-    num_folded = await run_command_async(released.client, command)
-
-    assert num_folded == 0
-    assert released.dump() == before
+    async with released.unchanged():
+        await fold_batches(released.term, [other])
 
 
 async def test_the_states_add_up_after_every_act_of_the_release(released: Any) -> None:
@@ -125,11 +116,10 @@ async def test_no_name_of_ten_thousand_is_forgotten_and_no_other_refused(run: An
     await run.plan_steps(3)
     await run.commit(await run.start("s"), 1, 2, 3)
     await run.advance_watermark()
-    for start in range(0, len(names), 250):
-        some = [keys.encode_name(name) for name in names[start : start + 250]]
-        await run.client.hset(run.keys.groups, mapping=dict.fromkeys(some, "1:planned"))
-        command = script("fold_batch")(fold_keys(run), run.leader_epoch, 1, len(some), *some)
-        await run_command_async(run.client, command)
+    entries = {keys.encode_name(name): "1:planned" for name in names}
+    await run.client.hset(run.keys.groups, mapping=entries)
+    groups = tuple(GroupPlan(group_id=name, prompt_uid="", trajectories=()) for name in names)
+    await fold_batches(run.term, [replace(run.manifests[1].manifest, groups=groups)])
 
     refused = 0
     for name in names[::7]:

@@ -9,7 +9,8 @@ from turnstream.errors import ConflictError
 from turnstream.records.compact import decode_ends
 from turnstream.types import Purpose, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.admin.dead_letters import discard_trajectory
-from turnstream_server.bus.release.release import DROPPED, find_ended, finished_groups
+from turnstream_server.bus.release.ended_writes import DROPPED
+from turnstream_server.bus.release.release import find_ended, finished_groups
 
 
 async def ended_group(run: Any, group_id: str, state: TrajectoryState) -> None:

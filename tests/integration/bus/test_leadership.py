@@ -211,7 +211,7 @@ def leader_scripts() -> dict[str, LeaderScript]:
 
 
 SCRIPTS = leader_scripts()
-assert len(SCRIPTS) >= 12, "scripts of a leader are missing"
+assert len(SCRIPTS) >= 8, "scripts of a leader are missing"
 
 
 @pytest.mark.both_servers

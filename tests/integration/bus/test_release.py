@@ -18,6 +18,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.scripts import run_command_async
 from turnstream.types import RecoveryToken, TrajectoryKey
 from turnstream_server.bus.leadership.snapshots import save_snapshot, trim_events
+from turnstream_server.bus.leadership.writes import Difference, write
 from turnstream_server.bus.release.compact_records import (
     LedgerFolder,
     find_past_step,
@@ -25,6 +26,7 @@ from turnstream_server.bus.release.compact_records import (
     write_ledger_file,
 )
 from turnstream_server.bus.release.release import read_release_state
+from turnstream_server.bus.release.release_writes import WatermarkFacts, advance
 from turnstream_server.bus.sessions.observers import (
     declare_observer,
     forget_observers,
@@ -80,6 +82,29 @@ async def test_a_live_observer_keeps_what_it_has_not_seen_until_it_expires(run: 
     assert await run.advance_watermark() == 2
     await note_observed(*where, observer="eval", seen=4)
     assert await run.advance_watermark() == 3
+
+
+@pytest.mark.both_servers
+async def test_observer_that_is_declared_meanwhile_keeps_what_it_has_not_seen(run: Any) -> None:
+    await run.plan_steps(3)
+    await run.commit(await run.start("s"), 1, 2, 3)
+    fields = await run.hash_of("frontier")
+    facts = WatermarkFacts(
+        released=None,
+        checkpoints=fields[b"checkpoints"],
+        revision=1,
+        num_kept=2,
+        observers={},
+    )
+    floor, changes = advance(facts, at_most=None)
+    await declare_observer(run.client, run.name, observer="late", first_step=1, expiry_s=60)
+
+    assert changes is not None
+    async with run.unchanged():
+        found = await write(run.term, changes)
+
+    assert floor == 2
+    assert found == Difference(run.keys.observers, "size", b"1")
 
 
 async def test_an_observer_cannot_begin_with_what_is_released(released: Any) -> None:

@@ -9,7 +9,6 @@ import pytest
 import redis
 
 from testkit.run_driver import Drive, RunDriver
-from testkit.scripts import script
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.values import LARGEST_GROUP
 from turnstream.errors import (
@@ -20,7 +19,6 @@ from turnstream.errors import (
 )
 from turnstream.generator import Publisher
 from turnstream.records.configs import encode_config
-from turnstream.store.client.scripts import run_command
 from turnstream.store.run.budget import settled_lease
 from turnstream.store.run.configs import revise_config
 from turnstream.store.run.tasks import Prompt, add_prompts
@@ -172,24 +170,6 @@ def test_publisher_refuses_groups_above_max_samples(run: RunDriver) -> None:
 
     assert run.ledger() == {}
     assert read_budget(run.client, run.name).reserved == 0
-
-
-def test_refill_of_no_sample_is_refused_before_any_write(run: RunDriver) -> None:
-    # A refill was granted for any trajectory id, also for a sample that the group does not have.
-    run.do(run.open_group("g/0/0"))
-    run.client.hset(run.keys.leader, "epoch", 1)
-    names = run.keys
-    where = (names.leader, names.groups, names.ledger, names.members, names.refills)
-    where += (names.deadlines, names.config, names.events, names.wake, names.frontier, names.clock)
-    before = contents(run)
-
-    with pytest.raises(RejectedError, match="INVALID trajectory g/2/1 is none of the 2 samples"):
-        run_command(
-            run.client,
-            script("grant_refill")(where, 1, "g", 1, "g/2/1", "uid", b"record"),
-        )
-
-    assert contents(run) == before
 
 
 def _config(**fields: Any) -> BatchingConfig:

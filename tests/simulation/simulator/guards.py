@@ -19,6 +19,7 @@ from turnstream_server.batcher.planner import releaser
 from turnstream_server.batcher.planner.leader import Leader
 from turnstream_server.bus.core.server_instance import PinnedClient
 from turnstream_server.bus.leadership.writes import Changes
+from turnstream_server.bus.release import ended_writes
 
 Break = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -82,6 +83,11 @@ def both(first: Break, second: Break) -> Break:
     return broken
 
 
+class _Everything:
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
 async def _all_of(_: Any, __: str, names: list[str]) -> set[str]:
     return set(names)
 
@@ -132,7 +138,7 @@ GUARDS: Final[dict[str, Break]] = {
     "selector: chosen groups are planned": method(Selector, "pass_step", lambda *_: None),
     "leader: plans take their groups in the replay": method(Leader, "_pass", lambda *_: []),
     "releaser and fold_ended: a group that may get members": both(
-        method(releaser, "finished_groups", _all_of), condition("if not IS_OVER[state] then")
+        method(releaser, "finished_groups", _all_of), method(ended_writes, "OVER", _Everything())
     ),
     "planner: one start of the store": method(PinnedClient, "_meet", _meet_any),
     "resend buffer: it keeps writes": method(ResendBuffer, "keep", lambda *_, **__: None),

@@ -24,7 +24,7 @@ from turnstream.store.run.leases import MAX_LAPSED
 from turnstream_server.bus.core.scan import PAGE_BYTES, PAGE_EVENTS
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.leadership.snapshots import TRIM_SLICE
-from turnstream_server.bus.leadership.writes import write_command
+from turnstream_server.bus.leadership.writes import Changes, write_command
 from turnstream_server.bus.planning.deadlines import fire_orphaned
 from turnstream_server.bus.planning.ending import Attempt
 from turnstream_server.bus.planning.plan_writes import GROUP_WEIGHT, StepFacts, commit, mark
@@ -34,14 +34,23 @@ from turnstream_server.bus.planning.settling import SLICE as END_SLICE
 from turnstream_server.bus.planning.settling import GroupState, settle, settle_evaluation
 from turnstream_server.bus.planning.trajectories import MAX_KEPT_BYTES, MAX_KEPT_EVENTS
 from turnstream_server.bus.release.compact_records import MAX_FILE_BATCHES
+from turnstream_server.bus.release.ended_writes import EndedFacts, replace_ended
 from turnstream_server.bus.release.release import FOLD_SLICE, GROUP_SLICE
+from turnstream_server.bus.release.release_writes import (
+    FoldedFacts,
+    Part,
+    WatermarkFacts,
+    advance,
+    finish,
+    fold,
+    move,
+)
 
 WORST: Final[dict[str, Build]] = {}
 
 CONSTANT: Final = {
     "acquire_leader": "single fields",
     "batch_due": "one event",
-    "grant_refill": "single fields of one trajectory, and one event",
     "mark_dead": "single fields of one trajectory, and one event",
     "note_damage": "one field",
     "note_trouble": "one field",
@@ -55,6 +64,9 @@ CONSTANT: Final = {
 
 DEADLINES_PER_CALL: Final = 200
 REJECTED_PER_CALL: Final = 25
+OBSERVERS: Final = 256
+"""Observers of one run, at most."""
+
 PLANNED: Final = [
     each for group in range(MAX_WITHDRAWN // 2) for each in ids_of(2, group=f"{group}")
 ]
@@ -123,10 +135,84 @@ def open_group(store: LimitStore, group: str, *, state: str, num_open: int) -> G
     return GroupState(group, b"%d:%s" % (LARGEST_GROUP, state.encode()), None, None, attempts)
 
 
+def term_of(store: LimitStore) -> Term:
+    """The term of the leader of a run, without a client."""
+    return Term(cast(Any, None), store.run, 1)
+
+
+def watermark(store: LimitStore) -> Changes | None:
+    """As many checkpoints as a long run keeps, and many observers."""
+    checkpoints = ",".join(map(str, range(1, 20_001))).encode()
+    observers = {
+        each.encode(): b"%d:9:9" % (20_000 - i) for i, each in enumerate(groups_of(OBSERVERS))
+    }
+    store.fill(store.keys.frontier, [("checkpoints", checkpoints)])
+    store.fill(store.keys.observers, ((each.decode(), seen) for each, seen in observers.items()))
+    facts = WatermarkFacts(
+        released=None, checkpoints=checkpoints, revision=1, num_kept=15_000, observers=observers
+    )
+    return advance(facts, at_most=None)[1]
+
+
+def folded(store: LimitStore, names: list[str], *, are_groups: bool) -> Changes | None:
+    """Names of a released step; `over` is as long as it gets."""
+    entry = b"1:planned" if are_groups else b"planned:1"
+    store.fill(store.keys.over, ((f"{number:03x}", BUCKET) for number in range(4096)))
+    store.fill(store.keys.groups if are_groups else store.keys.ledger, ((n, entry) for n in names))
+    store.fill(store.keys.frontier, [("released", 1)])
+    return fold(Part(1, names, are_groups), [entry] * len(names), released=b"1")
+
+
+def folded_groups(store: LimitStore) -> Changes | None:
+    """The most groups of one call."""
+    return folded(store, groups_of(GROUP_SLICE), are_groups=True)
+
+
+def folded_trajectories(store: LimitStore) -> Changes | None:
+    """The most trajectories of one call."""
+    return folded(store, ids_of(FOLD_SLICE), are_groups=False)
+
+
+def ended(store: LimitStore) -> Changes | None:
+    """The most trajectories of one record, each with a reason and a group of its own."""
+    groups = groups_of(FOLD_SLICE)
+    entries = {f"{each}/0/0": f"expired:{each}".encode() for each in groups}
+    store.fill(store.keys.over, ((f"{number:03x}", BUCKET) for number in range(4096)))
+    store.fill(store.keys.groups, ((each, "1:expired") for each in groups))
+    store.fill(store.keys.ledger, entries.items())
+    store.fill(store.keys.reasons, ((f"{n}{REASON}", 1) for n in range(700)))
+    facts = EndedFacts(
+        newest=None,
+        entries=entries,
+        groups=dict.fromkeys(groups, b"1:expired"),
+        reasons=(),
+        num_reasons=700,
+    )
+    return replace_ended(facts, number=1, record=b"r" * 100_000)
+
+
+def finished(store: LimitStore) -> Changes:
+    """The plan of a large batch, after one that was withdrawn."""
+    store.fill(store.keys.frontier, [("released", 1)])
+    store.fill(store.keys.snapshot, [("step", 1)])
+    for revision in range(2):
+        store.client.xadd(store.keys.plan, {"r": b"m" * 4_000_000}, id=f"1-{revision}")
+    facts = FoldedFacts(released=b"1", folded=None, snapshot_step=b"1")
+    return finish(facts, {1: b"r" * 1_000_000})[0]
+
+
+def moved(store: LimitStore) -> Changes | None:
+    """The most steps of one call."""
+    steps = range(1, MAX_FILE_BATCHES + 1)
+    store.fill(store.keys.past, ((str(step), b"r" * 10_000) for step in steps))
+    store.fill(store.keys.frontier, [("folded", MAX_FILE_BATCHES)])
+    return move(steps, NAME, folded=b"%d" % MAX_FILE_BATCHES, cold=None)
+
+
 @worst(WORST)
 def leader_write(store: LimitStore) -> list[Command]:
-    """Slices of plans with small groups and a large one, and the ends of large groups."""
-    term = Term(cast(Any, None), store.run, 1)
+    """Slices of plans, the ends of large groups, and the release at its limits."""
+    term = term_of(store)
     small = [sealed_group(store, each, 1) for each in groups_of(PLAN_SLICE // (1 + GROUP_WEIGHT))]
     facts = StepFacts(
         frontier=StoredHash(store.keys.frontier, {b"lineage": b"main"}),
@@ -136,7 +222,7 @@ def leader_write(store: LimitStore) -> list[Command]:
         now_ms=1,
     )
     cut = GroupCut(group_id="cut", reason=REASON)
-    ended = GroupEvaluated(group_id="eval", keys=(), result=None, total=None)
+    evaluation = GroupEvaluated(group_id="eval", keys=(), result=None, total=None)
     part = open_group(store, "part", state="open", num_open=LARGEST_GROUP)
     last = open_group(store, "last", state="open", num_open=END_SLICE)
     store.client.hset(store.keys.frontier, "closed", 1)
@@ -146,10 +232,16 @@ def leader_write(store: LimitStore) -> list[Command]:
         mark([sealed_group(store, GROUP, LARGEST_GROUP)], step=2),
         settle(part, cut, limits_open=True),
         settle(last, cut, limits_open=True),
-        settle_evaluation(evaluated, ended, versions=()),
+        settle_evaluation(evaluated, evaluation, versions=()),
         fire_orphaned(open_group(store, "orphaned", state="open", num_open=0)),
     ]
-    return [write_command(term, each) for each in changes if each is not None]
+    written = [write_command(term, each) for each in changes if each is not None]
+    for build in (watermark, folded_groups, folded_trajectories, ended, finished, moved):
+        own = LimitStore(store.client, f"{store.run.name}-{build.__name__}")
+        changes = build(own)
+        assert changes is not None
+        written.append(write_command(term_of(own), changes))
+    return written
 
 
 @worst(WORST)
@@ -176,70 +268,11 @@ def find_ended(store: LimitStore) -> list[Command]:
 
 
 @worst(WORST)
-def fold_batch(store: LimitStore) -> list[Command]:
-    """The most trajectories, and the most groups, of one call; `over` is as long as it gets."""
-    groups, ids = groups_of(GROUP_SLICE), ids_of(FOLD_SLICE)
-    store.fill(store.keys.over, ((f"{number:03x}", BUCKET) for number in range(4096)))
-    store.fill(store.keys.groups, ((each, "1:planned") for each in groups))
-    store.fill(store.keys.ledger, ((each, "planned:1") for each in ids))
-    store.fill(store.keys.frontier, [("released", 1)])
-    return [
-        store.call("fold_batch", 1, 0, *ids),
-        store.call("fold_batch", 1, len(groups), *groups),
-    ]
-
-
-@worst(WORST)
-def fold_ended(store: LimitStore) -> list[Command]:
-    """The most trajectories of one call, each with a reason and a group of its own."""
-    groups = groups_of(FOLD_SLICE)
-    ids = [f"{each}/0/0" for each in groups]
-    store.fill(store.keys.over, ((f"{number:03x}", BUCKET) for number in range(4096)))
-    store.fill(store.keys.groups, ((each, "1:expired") for each in groups))
-    store.fill(store.keys.ledger, ((each, f"expired:{each}") for each in ids))
-    store.fill(store.keys.reasons, ((f"{n}{REASON}", 1) for n in range(1_000)))
-    return [store.call("fold_ended", 1, b"r" * 100_000, *ids)]
-
-
-@worst(WORST)
 def release_bytes(store: LimitStore) -> list[Command]:
     """The most trajectories of one call."""
     ids = ids_of(FOLD_SLICE)
     opened(store, ids)
     return [store.call("release_bytes", *ids)]
-
-
-@worst(WORST)
-def finish_batch(store: LimitStore) -> list[Command]:
-    """The plan of a large batch, after one that was withdrawn."""
-    store.fill(store.keys.frontier, [("released", 1)])
-    store.fill(store.keys.snapshot, [("step", 1)])
-    for revision in range(2):
-        store.client.xadd(store.keys.plan, {"r": b"m" * 4_000_000}, id=f"1-{revision}")
-    return [store.call("finish_batch", 1, b"r" * 1_000_000)]
-
-
-@worst(WORST)
-def move_to_file(store: LimitStore) -> list[Command]:
-    """The most steps of one call."""
-    steps = range(1, MAX_FILE_BATCHES + 1)
-    store.fill(store.keys.past, ((str(step), b"r" * 10_000) for step in steps))
-    store.fill(store.keys.frontier, [("folded", MAX_FILE_BATCHES)])
-    return [store.call("move_to_file", 1, MAX_FILE_BATCHES, NAME)]
-
-
-@worst(WORST)
-def advance_watermark(store: LimitStore) -> list[Command]:
-    """As many checkpoints as a long run keeps, and many observers."""
-    checkpoints = ",".join(map(str, range(1, 20_001)))
-    store = store.configured(retain_checkpoints=20_000)
-    store.fill(store.keys.frontier, [("checkpoints", checkpoints)])
-    store.fill(store.keys.observers, ((each, "20000:9:9") for each in groups_of(OBSERVERS)))
-    return [store.call("advance_watermark", "")]
-
-
-OBSERVERS: Final = 1_000
-"""Observers of one run. No setting limits them yet."""
 
 
 @worst(WORST)

@@ -10,7 +10,7 @@ A repeated call must change nothing. So one of the expected facts is different a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 from turnstream.errors import FencedError, StoreUnavailableError
@@ -75,6 +75,10 @@ class Changes:
         if fields:
             self._facts.append(("PREFIX", key, (prefix, *fields)))
 
+    def expect_size(self, key: str, number: int) -> None:
+        """Expect a hash to have this number of fields."""
+        self._facts.append(("SIZE", key, (number,)))
+
     def expect_newest(self, key: str, entry_id: str) -> None:
         """Expect a stream to end with this entry; "0-0" for an empty one."""
         self._facts.append(("NEWEST", key, (entry_id,)))
@@ -96,6 +100,12 @@ class Changes:
         if noted_in is not None:
             key, field = noted_in
             self.write("ENTRY", key, field)
+
+    def extend_each(self, key: str, values: Mapping[str, bytes]) -> None:
+        """Add bytes to the end of fields of a hash; a missing field is empty."""
+        words = [word for pair in values.items() for word in pair]
+        if words:
+            self.write("EXTEND", key, *words)
 
     def wake(self) -> None:
         """Wake the processes that wait for a change of the run."""
@@ -168,6 +178,25 @@ async def write_decision(
         found = await write(term, changes)
         if not isinstance(found, Difference):
             return found
+    raise StoreUnavailableError(f"run {term.run}: {found} changed in each of {MAX_TRIES} tries")
+
+
+async def write_decisions(
+    term: Term,
+    read: Callable[[], Awaitable[_Facts]],
+    decide: Callable[[_Facts], Sequence[Changes]],
+) -> None:
+    """Write several changes like `write_decision`, in order and in one round trip.
+
+    Raises:
+        FencedError: another planner leads the run.
+        StoreUnavailableError: the facts changed each time.
+    """
+    found: list[list[Any] | Difference] = []
+    for _ in range(MAX_TRIES):
+        found = await write_all(term, decide(await read()))
+        if not any(isinstance(each, Difference) for each in found):
+            return
     raise StoreUnavailableError(f"run {term.run}: {found} changed in each of {MAX_TRIES} tries")
 
 

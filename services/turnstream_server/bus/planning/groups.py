@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -16,12 +15,12 @@ from turnstream.batching.fold.decisions import (
     RefillWanted,
 )
 from turnstream.errors import ConflictError
-from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
-from turnstream.store.run.configs import parse_revisions
-from turnstream.types import RefillGranted, TrajectoryKey
-from turnstream_server.bus.leadership.leadership import LeaderScript, Term
+from turnstream.store.run import clock
+from turnstream.store.run.configs import parse_revisions, read_config_async
+from turnstream.types import TrajectoryKey
+from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.leadership.writes import (
     Changes,
     Difference,
@@ -30,7 +29,9 @@ from turnstream_server.bus.leadership.writes import (
     write_decision,
 )
 from turnstream_server.bus.planning.ending import read_trajectories
+from turnstream_server.bus.planning.refills import RefillFacts, grant
 from turnstream_server.bus.planning.settling import (
+    GroupState,
     end_members,
     read_group_states,
     settle,
@@ -41,11 +42,6 @@ _GroupDecision = GroupDropped | GroupCut | GroupEvaluated
 Settlement = MemberDropped | _GroupDecision
 """A decision that ends trajectories."""
 
-_GRANT = LeaderScript(
-    "grant_refill",
-    "planning",
-    "groups ledger members refills deadlines config events wake frontier clock",
-)
 _PER_CALL: Final = 200
 """Trajectories that are ended by one call."""
 
@@ -97,21 +93,45 @@ async def grant_refill(term: Term, wanted: RefillWanted) -> bool:
         False if it was granted before, or the group needs none any more.
 
     Raises:
-        ConflictError: the group was never opened.
+        ConflictError: the group was never opened, or a refill before this one was not granted.
+        FencedError: another planner leads the run.
+        RejectedError: the group has no such sample.
     """
-    for attempt in itertools.count(wanted.key.attempt):
-        key = wanted.key._replace(attempt=attempt)
-        answer: int = await _GRANT.run(
+    written = await write_decision(
+        term,
+        lambda: _read_refill(term, wanted.key),
+        lambda facts: grant(facts, number=wanted.number, prompt_uid=wanted.prompt_uid),
+    )
+    return written is not None
+
+
+async def _read_refill(term: Term, key: TrajectoryKey) -> RefillFacts:
+    """Return the facts about the first attempt from `key` on that can be granted."""
+    known, name = keys.run_keys(term.run), keys.encode_name(key.group_id)
+    while True:
+        trajectory_id = keys.trajectory_id(key)
+        entry, granted_ms, group, members, fields, now = await read_facts(
             term,
-            keys.encode_name(key.group_id),
-            wanted.number,
-            keys.trajectory_id(key),
-            wanted.prompt_uid,
-            encode_event(RefillGranted(key=key, number=wanted.number)),
+            ("HGET", known.ledger, trajectory_id),
+            ("ZSCORE", known.refills, trajectory_id),
+            ("HGET", known.groups, name),
+            ("HGET", known.members, name),
+            ("HMGET", known.clock, *clock.FIELDS),
+            ("TIME",),
         )
-        if answer >= 0:
-            return bool(answer)
-    raise AssertionError("there is always another attempt")
+        if entry is None and granted_ms is None:
+            break
+        key = key._replace(attempt=key.attempt + 1)
+    revision, config = await read_config_async(term.client, term.run)
+    now_ms = int(now[0]) * 1_000 + int(now[1]) // 1_000
+    return RefillFacts(
+        key=key,
+        group=GroupState(name, group, members, None),
+        revision=revision,
+        deadline_s=config.group_deadline_s,
+        run_ms=clock.run_ms(fields, now_ms=now_ms),
+        now_ms=now_ms,
+    )
 
 
 async def is_evaluating(client: redis.asyncio.Redis, run: str) -> bool:

@@ -73,6 +73,11 @@ class GroupState(NamedTuple):
         return int(self.entry.partition(b":")[0])
 
     @property
+    def num_needed(self) -> int:
+        """Return the number of trajectories with which it is ready; the group must be known."""
+        return self.num_samples if self.members is None else self._member(0)
+
+    @property
     def highest(self) -> int:
         """Return the highest known attempt."""
         return self._member(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from turnstream_server.bus.core.frontier import Frontier, read_frontier
 from turnstream_server.bus.core.run_script import RunScript
 from turnstream_server.bus.core.scan import hash_fields
 from turnstream_server.bus.release.compact_records import past_reasons
+from turnstream_server.bus.release.ended_writes import counted_reason
 
 TOP_REASONS: Final = 5
 
@@ -42,9 +42,6 @@ _FOLLOW_FROM_THE_FRONTIER = (
     TrajectoryState.STEPPED,
     TrajectoryState.COMMITTED,
 )
-_VALUE: Final = re.compile(r" \([^()]*\)$")
-"""The value at the end of a reason; fold_ended.lua has the same pattern."""
-
 _COUNTS = (*TrajectoryState, "accepted", "late_rewards")
 
 
@@ -229,17 +226,6 @@ def _read_entries(
             state = TrajectoryState(name)
         reasons[state][reason] += number
     return reasons, held_bytes
-
-
-def counted_reason(state: TrajectoryState, reason: str) -> str:
-    """Return the reason by which trajectories are counted.
-
-    Reasons of group filters end with the judged value. Groups with different values count together.
-
-    >>> counted_reason(TrajectoryState.FILTERED, "the mean of the reward is below low=0.2 (0.125)")
-    'the mean of the reward is below low=0.2'
-    """
-    return _VALUE.sub("", reason) if state is TrajectoryState.FILTERED else reason
 
 
 def _held(key: str, name: str, value: bytes) -> int:

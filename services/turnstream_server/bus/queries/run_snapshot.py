@@ -36,10 +36,10 @@ from turnstream_server.bus.planning.manifests import read_plan
 from turnstream_server.bus.queries.ledger import (
     STATES_WITH_REASON,
     TOP_REASONS,
-    counted_reason,
     parse_entry,
 )
 from turnstream_server.bus.release.compact_records import past_reasons
+from turnstream_server.bus.release.ended_writes import counted_reason
 from turnstream_server.bus.sessions.observers import read_observers
 
 _IN_GROUP: Final = frozenset(

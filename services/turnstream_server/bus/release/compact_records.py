@@ -33,12 +33,13 @@ from turnstream.store.client.stored_values import parsed_number, reading
 from turnstream.types import TrajectoryKey
 from turnstream.types.names import file_name
 from turnstream_server.bus.core.scan import hash_fields
-from turnstream_server.bus.leadership.leadership import LeaderScript, Term
+from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.writes import read_facts, write_decision
+from turnstream_server.bus.release.release_writes import move
 
 MAX_FILE_BATCHES: Final = 256
 """Batches of one file. It is read whole to find one of them: some hundreds of kilobytes."""
 
-_MOVE = LeaderScript("move_to_file", "release", "frontier past cold")
 _FIRST_STEP: Final = re.compile(r"ledger-([0-9]+)-[0-9]+-")
 
 
@@ -153,8 +154,20 @@ def write_durably(path: Path, content: bytes | memoryview) -> None:
 
 
 async def move_to_file(term: Term, steps: range, *, name: str) -> None:
-    """Delete the stored records of steps that are in the file of this name."""
-    await _MOVE.run(term, steps[0], steps[-1], name)
+    """Delete the stored records of steps that are in the file of this name.
+
+    Raises:
+        ConflictError: the first step is not the next one, or the last one has no record.
+        FencedError: another planner leads the run.
+    """
+    frontier = keys.run_keys(term.run).frontier
+
+    async def read() -> Any:
+        return (await read_facts(term, ("HMGET", frontier, "folded", "cold")))[0]
+
+    await write_decision(
+        term, read, lambda facts: move(steps, name, folded=facts[0], cold=facts[1])
+    )
 
 
 def _batches_of_store(client: redis.Redis, run: str) -> Iterator[CompactBatch]:

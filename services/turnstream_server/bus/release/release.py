@@ -6,8 +6,8 @@ twice, and after a crash the next planner continues::
     advance_watermark  no session can ask for these steps any more
     release_payload    deletes the payload of every trajectory in them
     release_bytes      returns their bytes to the budget
-    fold_batch         moves trajectories and groups from the ledger to compact records
-    finish_batch       replaces the plan by a compact record
+    fold_batches       removes trajectories and groups from the ledger
+    finish_batches     replaces the plans by compact records
 
 Trajectories that ended untrained need no watermark: their payload is deleted, and `fold_ended`
 replaces them by compact records when their groups are decided.
@@ -15,9 +15,9 @@ replaces them by compact records when their groups are decided.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import redis.asyncio
 
@@ -26,14 +26,38 @@ from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import no_such_run
 from turnstream.store.client.scripts import Command, Script, run_commands_async
+from turnstream.store.run.configs import read_config_async
 from turnstream_server.bus.core.run_script import RunScript
-from turnstream_server.bus.leadership.leadership import LeaderScript, Term
+from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.writes import (
+    Changes,
+    read_facts,
+    write_decision,
+    write_decisions,
+)
+from turnstream_server.bus.release.ended_writes import (
+    DROPPED,
+    OVER,
+    EndedFacts,
+    counts_of,
+    replace_ended,
+)
+from turnstream_server.bus.release.release_writes import (
+    FoldedFacts,
+    Part,
+    WatermarkFacts,
+    advance,
+    finish,
+    fold,
+)
 from turnstream_server.failpoints import reach
 
 TOMBSTONE_LEASES: Final = 15
 """Leases for which a released trajectory keeps a tombstone, to refuse late writers."""
 
 SHORTEST_TOMBSTONE_S: Final = 900.0
+
+_T = TypeVar("_T")
 
 SLICE_WORDS: Final = 512
 """Words of the calls of one round trip: they take the event loop about 3 ms to pack."""
@@ -44,20 +68,12 @@ FOLD_SLICE: Final = 256
 GROUP_SLICE: Final = 128
 """Groups of one call: a millisecond of the server, for each has a bucket of its own in `over`."""
 
-DROPPED: Final = ("filtered", "expired", "incomplete", "surplus", "evaluated", "abandoned")
-"""States in which a trajectory ends untrained. Dead ones are kept until they are discarded."""
+STEP_SLICE: Final = 16
+"""Steps whose plans one round trip replaces."""
 
-_OVER: Final = (b"planned", b"filtered", b"expired", b"incomplete", b"surplus", b"evaluated")
-
-_ADVANCE = LeaderScript("advance_watermark", "release", "frontier config observers")
 _RELEASE = Script("release_payload", "turnstream_server.bus.release")
 _RELEASE_BYTES = RunScript("release_bytes", "release", "ledger held budget wake")
-_FOLD_BATCH = LeaderScript("fold_batch", "release", "frontier ledger groups over rewards")
-_FINISH = LeaderScript("finish_batch", "release", "frontier batches plan past snapshot times")
 _FIND_ENDED = RunScript("find_ended", "release", "ledger")
-_FOLD_ENDED = LeaderScript(
-    "fold_ended", "release", "frontier ledger groups over ended reasons rewards"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +132,32 @@ async def advance_watermark(term: Term, *, at_most: int | None = None) -> int:
 
     A live observer keeps the steps that it has not seen. `at_most` is a further limit.
     """
-    watermark: int = await _ADVANCE.run(term, "" if at_most is None else at_most)
+    watermark = 0
+
+    def decide(facts: WatermarkFacts) -> Changes | None:
+        nonlocal watermark
+        watermark, changes = advance(facts, at_most=at_most)
+        return changes
+
+    await write_decision(term, lambda: _read_watermark(term), decide)
     return watermark
+
+
+async def _read_watermark(term: Term) -> WatermarkFacts:
+    known = keys.run_keys(term.run)
+    (released, checkpoints), observers = await read_facts(
+        term,
+        ("HMGET", known.frontier, "released", "checkpoints"),
+        ("HGETALL", known.observers),
+    )
+    revision, config = await read_config_async(term.client, term.run)
+    return WatermarkFacts(
+        released=released,
+        checkpoints=checkpoints,
+        revision=revision,
+        num_kept=config.retain_checkpoints,
+        observers=observers,
+    )
 
 
 async def release_payload(
@@ -155,19 +195,52 @@ def release_bytes_command(run: str, trajectory_ids: Sequence[str]) -> Command:
 
 
 async def fold_batches(term: Term, manifests: Sequence[Manifest]) -> None:
-    """Remove the trajectories and groups of released steps from the ledger, in few round trips."""
-    commands = (command for manifest in manifests for command in _fold_commands(term, manifest))
-    await _run_all(term.client, commands)
+    """Remove the trajectories and groups of released steps from the ledger, in few round trips.
+
+    Raises:
+        ConflictError: a step is not released.
+        FencedError: another planner leads the run.
+    """
+    parts = (part for manifest in manifests for part in _parts(manifest))
+    for some in _in_slices(parts, lambda part: len(part.names)):
+        await write_decisions(
+            term,
+            lambda some=some: _read_parts(term, some),
+            lambda facts, some=some: _fold(some, *facts),
+        )
 
 
-def _fold_commands(term: Term, manifest: Manifest) -> list[Command]:
+def _parts(manifest: Manifest) -> list[Part]:
     groups = [keys.encode_name(group.group_id) for group in manifest.groups]
     ids = [keys.trajectory_id(each.key) for group in manifest.groups for each in group.trajectories]
     step = manifest.step
     return [
-        *(_FOLD_BATCH(term, step, 0, *some) for some in _sliced(ids, FOLD_SLICE)),
-        *(_FOLD_BATCH(term, step, len(some), *some) for some in _sliced(groups, GROUP_SLICE)),
+        *(Part(step, some, are_groups=False) for some in _sliced(ids, FOLD_SLICE)),
+        *(Part(step, some, are_groups=True) for some in _sliced(groups, GROUP_SLICE)),
     ]
+
+
+async def _read_parts(
+    term: Term, parts: Sequence[Part]
+) -> tuple[bytes | None, list[Sequence[bytes | None]]]:
+    known = keys.run_keys(term.run)
+    released, *entries = await read_facts(
+        term,
+        ("HGET", known.frontier, "released"),
+        *(
+            ("HMGET", known.groups if each.are_groups else known.ledger, *each.names)
+            for each in parts
+        ),
+    )
+    return released, entries
+
+
+def _fold(
+    parts: Sequence[Part], released: bytes | None, entries: Sequence[Sequence[bytes | None]]
+) -> list[Changes]:
+    pairs = zip(parts, entries, strict=True)
+    folded = (fold(part, some, released=released) for part, some in pairs)
+    return [each for each in folded if each is not None]
 
 
 async def finish_batches(term: Term, records: Mapping[int, bytes]) -> None:
@@ -176,8 +249,21 @@ async def finish_batches(term: Term, records: Mapping[int, bytes]) -> None:
     Raises:
         ConflictError: a step is not released, not the next one, or not in the snapshot.
     """
-    commands = [_FINISH(term, step, record) for step, record in sorted(records.items())]
-    await _run_all(term.client, commands)
+    for steps in _sliced(sorted(records), STEP_SLICE):
+        some = {step: records[step] for step in steps}
+        await write_decisions(
+            term, lambda: _read_folded(term), lambda facts, some=some: finish(facts, some)
+        )
+
+
+async def _read_folded(term: Term) -> FoldedFacts:
+    known = keys.run_keys(term.run)
+    (released, folded), snapshot_step = await read_facts(
+        term,
+        ("HMGET", known.frontier, "released", "folded"),
+        ("HGET", known.snapshot, "step"),
+    )
+    return FoldedFacts(released=released, folded=folded, snapshot_step=snapshot_step)
 
 
 async def find_ended(
@@ -194,7 +280,7 @@ async def finished_groups(
 ) -> set[str]:
     """Return the (encoded) names of finished groups: planned, dropped, or compact."""
     states = await _group_states(client, run, group_names)
-    return {name for name, state in states if state is None or state in _OVER}
+    return {name for name, state in states if state is None or state in OVER}
 
 
 async def compact_groups(
@@ -212,8 +298,37 @@ async def fold_ended(
 
     Raises:
         ConflictError: `number` is not the next one, or a trajectory may still change.
+        FencedError: another planner leads the run.
     """
-    return bool(await _FOLD_ENDED.run(term, number, record, *trajectory_ids))
+    written = await write_decision(
+        term,
+        lambda: _read_ended(term, trajectory_ids),
+        lambda facts: replace_ended(facts, number=number, record=record),
+    )
+    return written is not None
+
+
+async def _read_ended(term: Term, trajectory_ids: Sequence[str]) -> EndedFacts:
+    known = keys.run_keys(term.run)
+    names = dict.fromkeys(each.partition("/")[0] for each in trajectory_ids)
+    newest, entries, groups = await read_facts(
+        term,
+        ("HGET", known.frontier, "ends"),
+        ("HMGET", known.ledger, *trajectory_ids),
+        ("HMGET", known.groups, *names),
+    )
+    found = dict(zip(trajectory_ids, entries, strict=True))
+    reasons = [*counts_of(found)]
+    counts, num_reasons = await read_facts(
+        term, ("HMGET", known.reasons, *reasons), ("HLEN", known.reasons)
+    )
+    return EndedFacts(
+        newest=newest,
+        entries=found,
+        groups=dict(zip(names, groups, strict=True)),
+        reasons={each for each, count in zip(reasons, counts, strict=True) if count is not None},
+        num_reasons=num_reasons,
+    )
 
 
 async def _group_states(
@@ -231,18 +346,19 @@ async def _group_states(
 
 async def _run_all(client: redis.asyncio.Redis, commands: Iterable[Command]) -> None:
     """Run scripts in order, a slice in each round trip; the first that is refused raises."""
-    for some in _in_slices(commands):
+    for some in _in_slices(commands, lambda command: len(command.words)):
         for reply in await run_commands_async(client, some):
             if isinstance(reply, Exception):
                 raise reply
 
 
-def _in_slices(commands: Iterable[Command]) -> Iterator[list[Command]]:
-    some: list[Command] = []
+def _in_slices(values: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """Yield values in lists that end where the sum of their sizes reaches SLICE_WORDS."""
+    some: list[_T] = []
     num_words = 0
-    for command in commands:
-        some.append(command)
-        num_words += len(command.words)
+    for value in values:
+        some.append(value)
+        num_words += size(value)
         if num_words >= SLICE_WORDS:
             yield some
             some, num_words = [], 0
@@ -250,6 +366,6 @@ def _in_slices(commands: Iterable[Command]) -> Iterator[list[Command]]:
         yield some
 
 
-def _sliced(values: Sequence[str], size: int) -> Iterator[Sequence[Any]]:
+def _sliced(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
     for start in range(0, len(values), size):
         yield values[start : start + size]

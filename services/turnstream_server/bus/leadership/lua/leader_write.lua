@@ -8,9 +8,11 @@
 --              First the facts that must hold:
 --                FIELDS  field, "=" and its value, or "" where it is missing; ...
 --                PREFIX  the beginning of each value, field, ...
+--                SIZE    number of the fields of a hash
 --                NEWEST  id of the newest entry of a stream, "0-0" where it is empty
 --              Then commands of the server, and
 --                ENTRY   a field, which gets the id of the entry that the XADD before it has added
+--                EXTEND  field, bytes that are added to the end of its value; ...
 -- Reply:     {1, the reply of each command}, or {0, key, field, its value or false} of the first fact
 --            that does not hold: nothing was written
 
@@ -28,14 +30,30 @@ local function words(first, last)
   return some
 end
 
-local FACTS = {}
-
-function FACTS.FIELDS(key, first, last)
+-- The fields of a call of pairs, and their values in the store.
+local function stored(key, first, last)
   local fields = {}
   for i = first, last, 2 do
     fields[#fields + 1] = ARGV[i]
   end
-  for i, found in ipairs(read_sliced('HMGET', key, fields)) do
+  return fields, read_sliced('HMGET', key, fields)
+end
+
+local function extend(key, first, last)
+  local changes = {}
+  local fields, values = stored(key, first, last)
+  for i, found in ipairs(values) do
+    changes[#changes + 1] = fields[i]
+    changes[#changes + 1] = (found or '') .. ARGV[first + 2 * i - 1]
+  end
+  write_sliced('HSET', key, changes)
+end
+
+local FACTS = {}
+
+function FACTS.FIELDS(key, first, last)
+  local fields, values = stored(key, first, last)
+  for i, found in ipairs(values) do
     if (found and '=' .. found or '') ~= ARGV[first + 2 * i - 1] then
       return {0, key, fields[i], found}
     end
@@ -48,6 +66,13 @@ function FACTS.PREFIX(key, first, last)
     if string.sub(found or '', 1, #prefix) ~= prefix then
       return {0, key, fields[i], found}
     end
+  end
+end
+
+function FACTS.SIZE(key, first)
+  local size = redis.call('HLEN', key)
+  if size ~= tonumber(ARGV[first]) then
+    return {0, key, 'size', tostring(size)}
   end
 end
 
@@ -85,6 +110,8 @@ local replies = {1}
 each_call(function(name, key, first, last)
   if name == 'ENTRY' then
     redis.call('HSET', key, ARGV[first], replies[#replies])
+  elseif name == 'EXTEND' then
+    extend(key, first, last)
   elseif not FACTS[name] then
     local some = words(first, last)
     replies[#replies + 1] = redis.call(name, key, unpack(some))

@@ -6,7 +6,13 @@
 
 local LEDGER = KEYS[1]
 
--- include: ended.lua
+local ENDS = {filtered = true, expired = true, surplus = true, incomplete = true, evaluated = true,
+  abandoned = true}
+
+-- A dead trajectory counts once it is discarded. ended_writes.py has the same rule.
+local function has_ended(entry)
+  return ENDS[string.match(entry, '^[^:]*')] or string.sub(entry, 1, 14) == 'dead:discarded'
+end
 
 local page = redis.call('HSCAN', LEDGER, ARGV[1], 'COUNT', ARGV[2])
 local reply = {page[1]}

@@ -1,5 +1,5 @@
 #!lua
--- Part of open_group, post_sealed, read_waits, grant_refill, park_leader,
+-- Part of open_group, post_sealed, read_waits, park_leader,
 -- observe and observed: the time of the run, as tick_clock.lua keeps it.
 --
 -- At least the time that the planner will count for now, so that no deadline fires too early; at most
