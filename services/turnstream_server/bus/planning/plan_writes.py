@@ -18,6 +18,7 @@ from turnstream.batching.merge.plan import GroupPlan, Manifest
 from turnstream.errors import ConflictError
 from turnstream.store.client import keys
 from turnstream.store.client.stored_values import StoredHash, parsed_number, reading
+from turnstream.store.client.trajectory_names import with_readable_names
 from turnstream_server.bus.core.frontier import NONE_WITHDRAWN, Withdrawn
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.leadership.writes import Changes, read_facts
@@ -71,7 +72,7 @@ def slices_of(manifest: Manifest) -> list[Sequence[GroupPlan]]:
     ids = Counter(each.key for group in manifest.groups for each in group.trajectories)
     for key, number in ids.items():
         if number > 1:
-            raise ConflictError(f"{keys.trajectory_id(key)} is named twice")
+            raise ConflictError(f"{key.readable_name} is named twice")
     slices: list[list[GroupPlan]] = []
     weight = SLICE
     for group in manifest.groups:
@@ -210,10 +211,12 @@ def check_groups(groups: Sequence[GroupState]) -> None:
         for each in group.attempts:
             if each.state != "sealed":
                 entry = (each.entry or b"unknown").decode(errors="replace")
-                raise ConflictError(f"{each.trajectory_id} is {entry}, not sealed")
+                message = f"{each.trajectory_id} is {entry}, not sealed"
+                raise ConflictError(with_readable_names(message))
         if is_marked(group):
             first = group.attempts[0].trajectory_id
-            raise ConflictError(f"group {group.name} of {first} is finished")
+            message = f"group {group.name} of {first} is finished"
+            raise ConflictError(with_readable_names(message))
 
 
 def commit(

@@ -15,6 +15,7 @@ from turnstream.errors import ConflictError
 from turnstream.records.evals import encode_evaluation
 from turnstream.store.client import keys
 from turnstream.store.client.stored_values import damaged
+from turnstream.store.client.trajectory_names import with_readable_names
 from turnstream.store.run.evals import version_field
 from turnstream.types import TrajectoryKey
 from turnstream_server.bus.leadership.leadership import Term
@@ -159,7 +160,7 @@ def settle(
     if isinstance(decision, GroupCut) and granted > decision.num_granted:
         return None  # a later refill has opened the group again
     if group.state not in {"open", "decided"}:
-        raise ConflictError(f"group {group.name} is {group.state or 'unknown, or finished'}")
+        raise ConflictError(_which(group))
     named, others = _split(group, decision.keys if is_dropped else ())
     ends = {"open": "surplus", "awaiting_reward": into if is_dropped else "surplus"}
     dropped = End(named, {**ends, "sealed": into}, decision.reason)
@@ -192,9 +193,7 @@ def settle_evaluation(
     if group.state == "evaluated":
         return None
     if group.state != "evaluating":
-        raise ConflictError(
-            f"group {group.name} is {group.state or 'unknown, or finished'}, not evaluating"
-        )
+        raise ConflictError(f"{_which(group)}, not evaluating")
     counted, others = _split(group, ended.keys)
     counts = End(counted, {"sealed": "evaluated", "awaiting_reward": "evaluated"}, EVALUATED)
     ends = {"open": "surplus", "awaiting_reward": "surplus", "sealed": "surplus"}
@@ -212,6 +211,10 @@ def settle_evaluation(
         changes.write_each("HDEL", "evals", _versions_to_drop({*versions, version}))
     changes.wake()
     return changes
+
+
+def _which(group: GroupState) -> str:
+    return with_readable_names(f"group {group.name} is {group.state or 'unknown, or finished'}")
 
 
 def _split(
