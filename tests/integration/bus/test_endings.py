@@ -162,7 +162,7 @@ async def test_a_paused_run_is_planned_no_further(run: Any) -> None:
     assert run.read_frontier().planned == 1
 
 
-def ended(group_id: str = "e", *, version: int | None = 3) -> GroupEvaluated:
+def ended(group_id: str = "e", *, version: int | None = 3, num_groups: int = 1) -> GroupEvaluated:
     """The end of a group by its first sample."""
     result = EvalGroup(
         group_id=group_id,
@@ -173,7 +173,7 @@ def ended(group_id: str = "e", *, version: int | None = 3) -> GroupEvaluated:
         reward=Spread(num=1, mean=0.5),
         best=0.5,
     )
-    total = EvalResult(version=version, num_groups=1, num_trajectories=1, num_lost=1)
+    total = EvalResult(version=version, num_groups=num_groups, num_trajectories=1, num_lost=1)
     keys = (TrajectoryKey(group_id, 0),)
     return GroupEvaluated(group_id=group_id, keys=keys, result=result, total=total)
 
@@ -249,6 +249,17 @@ async def test_lowest_of_too_many_versions_is_dropped(run: Any) -> None:
     assert b"unknown" not in found
     await settle(run, ended("f", version=2000))
     assert await run.client.hexists(run.keys.evals, "1") == 0
+
+
+async def test_total_of_evaluations_that_end_together_is_the_last_one(run: Any) -> None:
+    for group_id in "efg":
+        await run.open(group_id, purpose=Purpose.EVAL)
+
+    await settle(run, *(ended(each, num_groups=n) for n, each in enumerate("efg", start=1)))
+
+    (found,) = eval_results(run.store, run.name)
+    assert found.num_groups == 3
+    assert [each.group_id for each in found.groups] == ["e", "f", "g"]
 
 
 async def test_results_are_in_order_of_version(run: Any) -> None:
