@@ -13,7 +13,7 @@ import redis
 
 import turnstream
 from testkit import wait_until
-from testkit.compose import LocalStack, Started
+from testkit.compose import LocalStack, Started, make_certificate
 from testkit.datums import as_sent, random_data
 from testkit.sdks import NEWEST, Sdk
 from turnstream.errors import RunNotFoundError
@@ -147,13 +147,3 @@ def test_services_train_over_an_encrypted_connection_to_the_store(tmp_path: Path
         wait_until_ready(services)
 
         train_to_the_end(stack, services, steps=2)
-
-
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """Write a certificate of 127.0.0.1 that is its own authority; return it and its key."""
-    cert, key = folder / "store.crt", folder / "store.key"
-    words = ["openssl", "req", "-x509", "-nodes", "-days", "1", "-subj", "/CN=store"]
-    words += ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-    words += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run(words, check=True, capture_output=True)
-    return cert, key

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 import stat
 import subprocess
 from collections.abc import Iterator
@@ -14,9 +15,11 @@ import pytest
 import redis
 from redis.exceptions import NoPermissionError
 
-from testkit.compose import REPOSITORY, LocalStack
+import turnstream
+from testkit import wait_until
+from testkit.compose import REPOSITORY, LocalStack, make_certificate
 from turnstream.store.client.connection import connect
-from turnstream_server.embedded import find_binary
+from turnstream_server.embedded import find_binary, free_port
 
 pytestmark = pytest.mark.redis
 
@@ -217,3 +220,40 @@ def test_deleted_password_is_replaced_at_the_next_start(tmp_path: Path) -> None:
 
     assert file.read_text() != before[0]
     assert (tmp_path / "batcher" / "password").read_text() == before[1]
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_configuration_for_debian_is_a_store_with_password_and_tls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binary = shutil.which("redis-server")
+    if binary is None:
+        pytest.skip("no redis-server is installed")
+    page = (REPOSITORY / "docs/operations.md").read_text(encoding="utf-8")
+    text = page.partition("```conf\n")[2].partition("```")[0]
+    certificate, _ = make_certificate(tmp_path)
+    port = free_port()
+    for place in ("/etc/redis/tls", "/var/lib/redis"):
+        text = text.replace(place, str(tmp_path))
+    (tmp_path / "turnstream.conf").write_text(text.replace("6379", str(port)))
+    (tmp_path / "store.password").write_text("change-me\n")
+    url = f"rediss://127.0.0.1:{port}?ssl_ca_certs={certificate}"
+
+    with subprocess.Popen([binary, tmp_path / "turnstream.conf"], stdout=subprocess.DEVNULL) as it:
+        try:
+            wait_until(lambda: listens(port), describe="the server")
+            with pytest.raises(redis.AuthenticationError), connect(url, num_retries=0) as client:
+                client.ping()
+            monkeypatch.setenv("TURNSTREAM_REDIS_PASSWORD_FILE", str(tmp_path / "store.password"))
+            turnstream.connect(url).create_run("demo", batch_groups=1)
+            with connect(url.replace("//", "//:change-me@")) as client:
+                facts: Any = {**client.info("memory"), **client.info("persistence")}
+        finally:
+            it.kill()
+
+    assert facts["maxmemory_policy"] == "noeviction"
+    assert (facts["maxmemory"], facts["aof_enabled"]) == (16 << 30, 1)
