@@ -53,7 +53,7 @@ class Trainer:
         return reply
 
     async def get(
-        self, step: int, *, dp_rank: int = 0, wait_s: float = 30.0, **knows: str
+        self, step: int, *, dp_rank: int = 0, wait_s: float = 30.0, **knows: Any
     ) -> list[Pulled]:
         """All mini-batches of a step."""
         request = wire.GetRequest(
