@@ -12,7 +12,7 @@ from testkit import ZERO_VARIANCE, group, trajectory, wait_until_async
 from turnstream.errors import FencedError, ReleasedError
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
-from turnstream_server.batcher.planner import releaser
+from turnstream_server.batcher.planner import releaser, snapshotting
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.queries.ledger import read_budget
 from turnstream_server.bus.release.release import read_release_state
@@ -106,6 +106,18 @@ async def test_leader_with_a_snapshot_continues_the_same_chain(house):
     assert _previous_hash(house, run, 60) == hash_before
     await trainer.train(*range(60, 62), commits=False)
     await trainer.refused(62, words="0 of 1 groups ready, and no generator")
+
+
+async def test_snapshot_above_its_limit_is_not_stored(house, monkeypatch, caplog):
+    monkeypatch.setattr(snapshotting, "MAX_SNAPSHOT_BYTES", 1)
+    run = house.create_run(batch_groups=1)
+    await house.start_batcher(upkeep=SMALL)
+
+    await house.publish(run, group("g"))
+    await wait_until_async(lambda: "is not stored" in caplog.text, describe="the warning")
+
+    assert house.client.hgetall(keys.run_keys(run).snapshot) == {}
+    assert house.client.xlen(keys.run_keys(run).events) > 0
 
 
 async def test_compact_records_still_answer_queries(house, tmp_path):

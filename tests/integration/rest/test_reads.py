@@ -20,6 +20,7 @@ from testkit.ingest import ARROW
 from testkit.rest_api import RestApi, content_of
 from turnstream.store.client.connection import connect
 from turnstream.store.run.tasks import Prompt
+from turnstream_server.batcher.assembly import assembler
 from turnstream_server.batcher.assembly.assembler import read_share
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.queries import batch_facts
@@ -220,6 +221,14 @@ def test_mini_batch_has_the_bytes_that_a_batcher_sends(
             assert response.content == file.read_bytes()
     with pa.ipc.open_stream(api.http.get(f"{path}/0").content) as reader:
         assert reader.read_all().num_rows == 2
+
+
+def test_mini_batch_with_too_much_payload_is_refused(
+    api: RestApi, trained: turnstream.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembler, "MAX_SHARE_BYTES", 1)
+
+    api.refused("GET", f"runs/{trained.name}/batches/1/0", 422)
 
 
 @pytest.mark.parametrize(

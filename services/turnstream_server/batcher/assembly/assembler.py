@@ -17,10 +17,12 @@ from collections.abc import Awaitable, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from turnstream.errors import NotReadyError, RunNotFoundError
+from turnstream.errors import InvalidConfigError, NotReadyError, RunNotFoundError
 from turnstream.records.batches import EncodedMiniBatch
 from turnstream.records.configs import decode_config
+from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
+from turnstream.store.client.replies import translating
 from turnstream.store.run.configs import open_run, stored_config
 from turnstream.types import Rows
 from turnstream_server.batcher.assembly.payload import Damage, DamagedPayloadError, PayloadReader
@@ -42,6 +44,9 @@ from turnstream_server.telemetry.tracing import span
 NUM_THREADS: Final = min(4, max(1, (os.cpu_count() or 1) // 2))
 """They share one interpreter lock with the event loop, so that more of them mostly wait. On two
 cores a second one makes the first batch wait for the check of the second, by 40 ms."""
+
+MAX_SHARE_BYTES: Final = 48 << 20
+"""Most payload of a mini-batch that `read_share` returns. Its assembly takes a few times that."""
 
 _ASSEMBLY_SECONDS = histogram(ASSEMBLY_SECONDS)
 
@@ -265,6 +270,7 @@ def read_share(
 
     Raises:
         RunNotFoundError: the step has fewer mini-batches.
+        InvalidConfigError: the mini-batch has more than MAX_SHARE_BYTES of payload.
     """
     batch = read_planned_batch(url, run, step)
     num_mini_batches = len(batch.manifest.mini_batches)
@@ -273,6 +279,7 @@ def read_share(
             f"run {run!r}: step {step} has {num_mini_batches} mini-batches, and none of the index "
             f"{mini_batch}"
         )
+    _check_payload(url, run, batch, mini_batch)
     ranks = {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
     with contextlib.closing(PayloadReader(url)) as reader:
         try:
@@ -280,6 +287,23 @@ def read_share(
         except DamagedPayloadError:
             read_planned_batch(url, run, step)  # it may be released by now
             raise
+
+
+def _check_payload(url: str, run: str, batch: PlannedBatch, index: int) -> None:
+    """Refuse a mini-batch whose assembly needs more memory than a request may have."""
+    plan = batch.manifest.mini_batches[index]
+    groups = batch.manifest.groups[plan.first_group : plan.first_group + plan.num_groups]
+    ids = [keys.trajectory_id(each.key) for group in groups for each in group.trajectories]
+    with connect(url) as client, translating():
+        held: Any = client.hmget(keys.run_keys(open_run(client, run)).held, ids)
+    num_bytes = sum(int(each) for each in held if each is not None and each.isdigit())
+    if num_bytes > MAX_SHARE_BYTES:
+        raise InvalidConfigError(
+            "index",
+            f"mini-batch {index} of step {batch.manifest.step} has {num_bytes} bytes of payload, "
+            f"and a response has at most {MAX_SHARE_BYTES}: get it with `run.batches()`, or use "
+            "fewer mini_batch_groups",
+        )
 
 
 def _assemble(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -21,6 +22,8 @@ from turnstream_server.bus.leadership.snapshots import (
 from turnstream_server.bus.release.compact_records import LedgerFolder
 from turnstream_server.bus.release.release import compact_groups
 from turnstream_server.failpoints import reach
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,9 @@ class Upkeep:
     archive: Callable[[str, int], object] | None = None
     ledger_folder: LedgerFolder | None = None
 
+
+MAX_SNAPSHOT_BYTES: Final = 24 << 20
+"""Bytes of a snapshot, at most: about 30 ms of the store, and 500,000 trajectories."""
 
 DEFAULT_UPKEEP: Final = Upkeep()
 
@@ -76,6 +82,16 @@ class PlannerSnapshots:
     async def save(self, snapshot: PlannerSnapshot, fold: RunFold) -> None:
         """Store a snapshot of the fold, which must not change in this call; trim the history."""
         record = await self._assembler.in_thread(lambda: encode_snapshot(snapshot))
+        if len(record) > MAX_SNAPSHOT_BYTES:
+            self._num_events, self._step = 0, snapshot.step
+            logger.warning(
+                "run %s: a snapshot of %d bytes, more than %d, is not stored: its events are kept "
+                "until fewer trajectories wait to be planned",
+                self._term.run,
+                len(record),
+                MAX_SNAPSHOT_BYTES,
+            )
+            return
         reach("save_snapshot.before")
         await save_snapshot(
             self._term, position=snapshot.position, step=snapshot.step, record=record
