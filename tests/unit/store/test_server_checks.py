@@ -1,8 +1,13 @@
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from turnstream.store.client.server_checks import SYNCS_OF, unsafe_server
+import pytest
+from redis.exceptions import BusyLoadingError
+
+from turnstream.errors import UnsafeStoreError
+from turnstream.store.client import server_checks
+from turnstream.store.client.server_checks import SYNCS, SYNCS_OF, unsafe_server
 
 
 @pytest.mark.parametrize(
@@ -36,6 +41,18 @@ def test_safe_server_is_accepted(facts: dict[str, str]) -> None:
 def test_unsafe_server_is_refused_with_value_and_need(facts: dict[str, str], message: str) -> None:
     with pytest.raises(Exception, match=message):
         raise unsafe_server(facts, where="the store") or AssertionError("accepted")
+
+
+@pytest.mark.parametrize(("loading", "error"), [("1", BusyLoadingError), ("0", UnsafeStoreError)])
+def test_server_that_loads_its_file_is_not_refused(loading: str, error: type[Exception]) -> None:
+    # While it reads the file, a server says that it has none.
+    info = f"loading:{loading}\r\naof_enabled:0\r\n".encode()
+    connection = SimpleNamespace(host="s", port=6379)
+
+    with pytest.raises(Exception, match="the store at s:6379") as caught:
+        server_checks._check([info, []], connection=connection, syncs=SYNCS)  # pyright: ignore[reportPrivateUsage]
+
+    assert error in {type(caught.value), type(getattr(caught.value, "error", None))}
 
 
 def test_fsync_refuses_everysec_and_hidden_settings() -> None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any, Final
 
-from redis.exceptions import ResponseError
+from redis.exceptions import BusyLoadingError, ResponseError
 
 from turnstream.errors import UnsafeStoreError
 from turnstream.store.client.replies import RefusedRequestError
@@ -108,9 +108,16 @@ def checking_async() -> Callable[[Any], Coroutine[Any, Any, None]]:
 
 
 def _check(replies: list[Any], *, connection: Any, syncs: Collection[str]) -> None:
-    """Raise RefusedRequestError for the replies of an unsafe server."""
+    """Raise RefusedRequestError for the replies of an unsafe server.
+
+    BusyLoadingError for a server that reads its file: it reports no append-only file meanwhile, and
+    a later connection checks it.
+    """
     where = getattr(connection, "path", None) or f"{connection.host}:{connection.port}"
-    unsafe = unsafe_server(_facts(*replies), where=f"the store at {where}", syncs=syncs)
+    facts = _facts(*replies)
+    if facts.get("loading") == "1":
+        raise BusyLoadingError(f"the store at {where} is loading its data")
+    unsafe = unsafe_server(facts, where=f"the store at {where}", syncs=syncs)
     if unsafe is not None:
         raise RefusedRequestError(unsafe)
 
