@@ -32,6 +32,7 @@ from turnstream_server.bus.planning.manifests import (
 )
 from turnstream_server.bus.planning.trajectories import read_posted_rewards, read_seals
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
+from turnstream_server.bus.release.release import read_release_state
 
 
 async def open_and_seal(run: Any, *group_ids: str) -> None:
@@ -219,6 +220,7 @@ async def test_planning_and_settling_continue_on_a_full_server(run: Any) -> None
         await run.kill("c", 0)
         session = await run.start("s")
         await run.step(session, 1)
+        assert (await read_release_state(run.client, run.name)).num_entries == 6
 
     counts = run.ledger()
     counts.check()

@@ -102,7 +102,7 @@ class ReleaseState:
 async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseState:
     """Return the progress of a run's release."""
     names = keys.run_keys(run)
-    pipeline = client.pipeline(transaction=True)
+    pipeline = client.pipeline(transaction=False)  # a full server refuses transactions
     pipeline.execute_command(
         "HMGET", names.frontier, "stepped", "released", "folded", "ends", "cold"
     )
