@@ -3,8 +3,10 @@ from typing import Any
 import pytest
 
 from turnstream.batching.fold.decisions import GroupCut, MemberDropped
-from turnstream.errors import ConflictError
+from turnstream.errors import ConflictError, StoreUnavailableError
 from turnstream.types import BatchDue, TrajectoryKey, TrajectoryState
+from turnstream_server.bus.leadership.writes import Difference
+from turnstream_server.bus.planning import groups
 from turnstream_server.bus.planning.announcements import announce_due
 
 
@@ -223,3 +225,16 @@ async def test_where_open_groups_are_bounded_a_decided_one_wakes_who_waits(start
         woken.append(await run.last_wake_up() != before)
 
     assert woken == [True, False]
+
+
+async def test_group_whose_facts_change_each_time_ends_with_an_error(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def differ(_: Any, changes: list[Any]) -> list[Difference]:
+        return [Difference("groups", "a", None) for _ in changes]
+
+    monkeypatch.setattr(groups, "write_all", differ)
+    await run.open("a", num_sealed=1)
+
+    with pytest.raises(StoreUnavailableError, match="group a changed in each of 100 tries"):
+        await run.carry_out(GroupCut(group_id="a", reason="ready"))

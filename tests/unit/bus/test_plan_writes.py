@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit.changes import sums
 from testkit.plans import manifest, trajectory_plan
 from turnstream.batching.merge.plan import GroupPlan, Manifest
 from turnstream.errors import ConflictError
 from turnstream.store.client.stored_values import StoredHash
-from turnstream_server.bus.leadership.writes import Changes
 from turnstream_server.bus.planning import plan_writes
 from turnstream_server.bus.planning.ending import Attempt
 from turnstream_server.bus.planning.plan_writes import StepFacts
@@ -45,16 +43,6 @@ def plan_of(sizes: Iterable[int]) -> Manifest:
         for i, size in enumerate(sizes)
     )
     return dataclasses.replace(manifest(), groups=groups)
-
-
-def sums(changes: Changes) -> Counter[tuple[str, Any]]:
-    """The number that each counter changes by."""
-    found: Counter[tuple[str, Any]] = Counter()
-    for name, key, words in changes.calls():
-        if name == "HINCRBY":
-            field, number = words
-            found[key, field] += int(number)
-    return found
 
 
 @given(st.lists(st.integers(1, 3_500), min_size=1, max_size=12))

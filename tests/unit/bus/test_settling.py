@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testkit.changes import sums
 from turnstream.batching.fold.decisions import GroupCut, GroupDropped, GroupEvaluated
 from turnstream.errors import ConflictError
 from turnstream.types import TrajectoryKey, TrajectoryState
-from turnstream_server.bus.leadership.writes import Changes
 from turnstream_server.bus.planning import settling
 from turnstream_server.bus.planning.ending import Attempt
 from turnstream_server.bus.planning.settling import GroupState, settle, settle_evaluation
@@ -31,17 +31,6 @@ ATTEMPTS = st.lists(st.sampled_from(ENTRIES), min_size=1, max_size=20)
 def group_of(entries: list[Any], state: str = "open", task: bytes | None = None) -> GroupState:
     attempts = [Attempt(f"g/{sample}/0", *each) for sample, each in enumerate(entries)]
     return GroupState("g", f"{len(entries)}:{state}".encode(), None, task, attempts)
-
-
-def sums(changes: Changes | None) -> Counter[tuple[str, Any]]:
-    """The number that each counter changes by."""
-    assert changes is not None
-    found: Counter[tuple[str, Any]] = Counter()
-    for name, key, words in changes.calls():
-        if name == "HINCRBY":
-            field, number = words
-            found[key, field] += int(number)
-    return found
 
 
 def keys_of(group: GroupState, *states: str) -> tuple[TrajectoryKey, ...]:

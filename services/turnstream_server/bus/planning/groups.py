@@ -14,7 +14,7 @@ from turnstream.batching.fold.decisions import (
     MemberDropped,
     RefillWanted,
 )
-from turnstream.errors import ConflictError
+from turnstream.errors import ConflictError, StoreUnavailableError
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.run import clock
@@ -22,6 +22,7 @@ from turnstream.store.run.configs import parse_revisions, read_config_async
 from turnstream.types import TrajectoryKey
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.leadership.writes import (
+    MAX_TRIES,
     Changes,
     Difference,
     read_facts,
@@ -56,14 +57,21 @@ async def settle_groups(term: Term, settled: Sequence[Settlement]) -> None:
 
     Raises:
         ConflictError: a group is in a batch already, or was never opened.
+        StoreUnavailableError: the facts of a group changed each time.
     """
     await _end_members(term, [each for each in settled if isinstance(each, MemberDropped)])
     groups: list[_GroupDecision] = [each for each in settled if not isinstance(each, MemberDropped)]
     refusals: list[ConflictError] = []
+    num_vain = 0
     while groups:
         some = next_round(groups)
         left = await _settle_round(term, some, refusals)
         done = {*map(id, some)} - {*map(id, left)}
+        num_vain = 0 if done else num_vain + 1
+        if num_vain == MAX_TRIES:
+            raise StoreUnavailableError(
+                f"run {term.run}: group {some[0].group_id} changed in each of {MAX_TRIES} tries"
+            )
         groups = [each for each in groups if id(each) not in done]
     if refusals:
         raise refusals[0]

@@ -15,13 +15,13 @@ from typing import Final
 
 from turnstream.batching.fold.decisions import GroupCut
 from turnstream.batching.merge.plan import GroupPlan, Manifest
-from turnstream.errors import ConflictError
+from turnstream.errors import ConflictError, StoreUnavailableError
 from turnstream.store.client import keys
 from turnstream.store.client.stored_values import StoredHash, parsed_number, reading
 from turnstream.store.client.trajectory_names import with_readable_names
 from turnstream_server.bus.core.frontier import NONE_WITHDRAWN, Withdrawn
 from turnstream_server.bus.leadership.leadership import Term
-from turnstream_server.bus.leadership.writes import Changes, read_facts
+from turnstream_server.bus.leadership.writes import MAX_TRIES, Changes, read_facts
 from turnstream_server.bus.planning.ending import Attempt
 from turnstream_server.bus.planning.groups import settle_groups
 from turnstream_server.bus.planning.settling import GroupState
@@ -124,8 +124,9 @@ async def read_decided_groups(
         ConflictError: `is_new`, and a trajectory is not sealed, or a group is finished.
         CorruptRecordError: the entry of a group in `members` is damaged.
         FencedError: another planner leads the run.
+        StoreUnavailableError: the facts of a group changed each time.
     """
-    while True:
+    for _ in range(MAX_TRIES):
         found = await _read_groups(term, groups)
         if is_new:
             check_groups(found)
@@ -137,6 +138,7 @@ async def read_decided_groups(
         if not cut:
             return found
         await settle_groups(term, cut)
+    raise StoreUnavailableError(f"run {term.run}: groups changed in each of {MAX_TRIES} tries")
 
 
 async def _read_groups(term: Term, groups: Sequence[GroupPlan]) -> list[GroupState]:
