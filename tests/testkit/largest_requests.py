@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import httpx2
@@ -17,9 +17,26 @@ from testkit.gateway_process import GatewayProcess
 from testkit.ingest import ARROW
 from testkit.large_runs import NUM_EVENTS, LargeRun
 from turnstream.batching.config import BatchingConfig
+from turnstream.generator.requests import (
+    AppendTurns,
+    Lease,
+    OpenGroup,
+    ReadConfig,
+    ReadTurns,
+    RenewLeases,
+    Reservation,
+    Reserve,
+)
+from turnstream.http.messages import MEDIA_TYPE as CALLS
+from turnstream.http.messages import call_of
 from turnstream.records.events import EVENT_NAMES
+from turnstream.records.turns import encode_turn
+from turnstream.store.client.keys import trajectory_keys
+from turnstream.store.run.leases import MAX_HEARTBEATS
 from turnstream.store.run.runs import create_run
+from turnstream.types import GroupOpened, StoredTurn
 from turnstream.wire import tinker_pb2 as wire
+from turnstream.wire.v1 import calls_pb2 as calls_wire
 from turnstream_server.bus.core.scan import PAGE_EVENTS
 from turnstream_server.commands.bases import BaseModel
 from turnstream_server.gateway.bodies import MAX_SMALL_BYTES
@@ -30,6 +47,7 @@ from turnstream_server.gateway.rest.bodies import (
     MAX_TURNS,
     MAX_WRITES,
 )
+from turnstream_server.gateway.rest.generators.plan import MAX_CALLS, MAX_FIELDS, MAX_READS
 from turnstream_server.gateway.rest.ingest.arrow_bodies import MAX_PARTS, MAX_VALUES
 
 LONG_EVENTS: Final = 5
@@ -267,3 +285,41 @@ def sample(world: World) -> Iterator[Sent]:
         fields |= {"num_samples": 4_096, "sampling_params": {}}
         prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
         yield Sent({}, _json({**fields, "prompt": prompt}))
+
+
+def calls(world: World) -> Iterator[Sent]:
+    """Many calls of each kind that has lists, a body of turns, and a trajectory that is read."""
+    run, room = world.new_run(), MAX_FIELDS - 64
+
+    def body(requests: Iterable[Any]) -> Sent:
+        message = calls_wire.Calls(run=run, writer="w", calls=map(call_of, requests))
+        return Sent({}, message.SerializeToString(), CALLS)
+
+    leases = [Lease(f"g/{n}/0", 1) for n in range(MAX_HEARTBEATS)]
+    yield body(RenewLeases(run, "w", leases) for _ in range(room // (8 * MAX_HEARTBEATS)))
+    wanted = [Reservation(*each, 1 << 20) for each in leases]
+    yield body(Reserve(run, "w", wanted) for _ in range(room // (9 * MAX_HEARTBEATS)))
+    size = 4_096
+    for number in (1, room // (2 * size)):
+        groups = [
+            GroupOpened(group_id=f"g{n}", prompt_uid="", num_samples=size) for n in range(number)
+        ]
+        yield body(
+            OpenGroup(run, "w", each, b"", [f"{each.group_id}/{n}/0" for n in range(size)])
+            for each in groups
+        )
+    yield body(ReadConfig(run) for _ in range(MAX_READS))
+    turn = encode_turn(
+        StoredTurn(
+            index=0,
+            parent_turn=-1,
+            shared_tokens=0,
+            num_response_tokens=1,
+            token_ids=np.ones(100, np.int32),
+        )
+    )
+    yield body(AppendTurns(run, "w", f"h/{n}/0", 1, records=[turn]) for n in range(MAX_CALLS))
+    payload = trajectory_keys(run, "large/0/0")
+    for _ in range(6):
+        world.client.xadd(payload.turns, {"r": bytes(8 << 20)})
+    yield body([ReadTurns(run, "large/0/0")])

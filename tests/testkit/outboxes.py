@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -13,6 +14,7 @@ from turnstream.generator.outbox.calls import Call, Round
 from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.trajectory_queue import Lane
+from turnstream.generator.transport.redis_transport import num_replies, parse_replies
 from turnstream.types import GroupOpened, Status, TrajectoryKey
 
 KEYS = [TrajectoryKey("g", sample) for sample in range(3)]
@@ -38,15 +40,15 @@ class OutboxDriver:
         lanes = self.request(num_lanes)
         sent = self.take_round()
         setting = sync if isinstance(sync, Exception) else [b"appendfsync", sync.encode()]
-        replies = [*[b"sha"] * (sent.num_replies - 2), setting, [1] * num_lanes]
-        self.outbox.answered(sent, replies=replies, now_s=self.now_s)
+        replies = [*[b"sha"] * (num_replies(sent) - 2), setting, [1] * num_lanes]
+        self.answered(sent, replies)
         return lanes
 
     def answer_group(self, *queued: Any, executed: Any) -> Round:
         """Take a round that is one transaction, and answer it."""
         sent = self.take_round()
         assert sent.is_grouped
-        self.outbox.answered(sent, replies=[b"OK", *queued, executed], now_s=self.now_s)
+        self.answered(sent, [b"OK", *queued, executed])
         return sent
 
     def request(self, num_lanes: int = 1, opened: Delivery | None = None) -> list[Lane]:
@@ -103,14 +105,18 @@ class OutboxDriver:
     def answer(self, *answers: Any) -> Round:
         """Take a round and answer its calls; calls without an answer here succeed."""
         sent = self.take_round()
-        loads = [b"sha"] * (sent.num_replies - len(sent.calls))
+        loads = [b"sha"] * (num_replies(sent) - len(sent.calls))
         beats = [
             _well(call)
             for call in sent.calls[len(answers) :]
             if not call.is_write or call.command.script.name == "note_conflict"
         ]
-        self.outbox.answered(sent, replies=[*loads, *answers, *beats], now_s=self.now_s)
+        self.answered(sent, [*loads, *answers, *beats])
         return sent
+
+    def answered(self, sent: Round, replies: Sequence[Any]) -> None:
+        """Pass the replies of a server to the outbox."""
+        self.outbox.answered(sent, parse_replies(sent, replies), now_s=self.now_s)
 
     def lose_round(self) -> Round:
         """Take a round and lose the connection."""

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-from turnstream.store.client.http_address import COMMANDS
+from turnstream.http.messages import MEDIA_TYPE as CALLS
 from turnstream.types.names import shown
 from turnstream_server.gateway.rest.bodies import ARROW, JSON
 from turnstream_server.gateway.tinker.encodings import PROTOBUF
@@ -25,7 +25,7 @@ from turnstream_server.gateway.tinker.encodings import PROTOBUF
 NAMES: Final = "TURNSTREAM_HTTP_NAMES"
 """Setting with the names under which a gateway is reached."""
 
-MEDIA_TYPES: Final = (JSON, PROTOBUF, ARROW, COMMANDS, "application/octet-stream")
+MEDIA_TYPES: Final = (JSON, PROTOBUF, ARROW, CALLS, "application/octet-stream")
 """Media types of the bodies of all routes."""
 
 

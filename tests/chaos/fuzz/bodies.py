@@ -6,11 +6,9 @@ import gzip
 import io
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import hiredis
-import httpx2
 import pyarrow as pa
 import pytest
 import zstandard
@@ -26,8 +24,9 @@ from testkit.ingest import (
     turn_items,
 )
 from testkit.turns import group, trajectory, turn
-from turnstream.store.client.http_address import COMMANDS
-from turnstream.store.client.scripts import pack
+from turnstream.http.messages import MEDIA_TYPE as CALLS
+from turnstream.http.transport import HttpTransport
+from turnstream.wire.v1 import calls_pb2 as wire
 
 RUN = "fuzz"
 JSON = "application/json"
@@ -44,7 +43,7 @@ _COLUMNS: tuple[tuple[Any, pa.DataType], ...] = (
     *(([], pa.list_(pa.float64())), ([None], pa.list_(pa.int32())), ([-1], pa.list_(pa.int8()))),
     *(([[1]], pa.list_(pa.list_(pa.int32()))), ({"a": 1}, pa.struct({"a": pa.int8()}))),
 )
-_WRONG_ARGUMENTS = (b"", b"-1", b"0", b"nan", b"1e400", b"9" * 40, b"\xff\xfe", b"x" * 5_000)
+_WRONG_TEXTS = ("", "x", "a/b", "\0", "\u00e9", "x" * 600, "0-0", "eval", "maze~2")
 
 
 class Body(NamedTuple):
@@ -92,31 +91,26 @@ def arrow_bodies() -> list[Body]:
     return [Body(f"runs/{RUN}/{route}", ARROW, arrow_body(each)) for route, each in rows.items()]
 
 
-def command_bodies(url: str) -> list[Body]:
-    """Create the run through a gateway, and return the bodies of the SDK until a group is stored.
+def call_bodies(url: str) -> list[Body]:
+    """Create the run through a gateway, and return the bodies of a publisher for a group.
 
     Args:
         url: address of the gateway, with a key.
     """
     found: list[bytes] = []
-    with pytest.MonkeyPatch.context() as patch:
-        for client in (httpx2.Client, httpx2.AsyncClient):
-            patch.setattr(client, "build_request", _recording(client.build_request, found))
-        with turnstream.connect(url) as service:
-            run = service.create_run(RUN, batch_groups=100, mini_batch_groups=100)
-            with run.publisher() as publisher:
-                publisher.publish(_group()).result(60)
-    assert found, "the SDK has sent no commands"
-    return [Body("store", COMMANDS, content) for content in dict.fromkeys(found)]
+    send = HttpTransport.send
 
+    def recording(self: HttpTransport, calls: Any, **options: Any) -> Any:
+        found.append(calls.SerializeToString())
+        return send(self, calls, **options)
 
-def _recording(build: Callable[..., Any], found: list[bytes]) -> Callable[..., Any]:
-    def recording(self: Any, *args: Any, **options: Any) -> Any:
-        if content := options.get("content"):
-            found.append(content)
-        return build(self, *args, **options)
-
-    return recording
+    with pytest.MonkeyPatch.context() as patch, turnstream.connect(url) as service:
+        patch.setattr(HttpTransport, "send", recording)
+        run = service.create_run(RUN, batch_groups=100, mini_batch_groups=100)
+        with run.publisher() as publisher:
+            publisher.publish(_group()).result(60)
+    assert found, "the SDK has sent no calls"
+    return [Body("calls", CALLS, content) for content in dict.fromkeys(found)]
 
 
 def _group() -> Any:
@@ -132,8 +126,8 @@ def damaged_body(body: Body, rng: random.Random) -> Body:
         content = damaged_json(content, rng).data
     elif body.media_type == ARROW and rng.random() < 0.5:
         content = damaged_arrow(content, rng)
-    elif body.media_type == COMMANDS and rng.random() < 0.7:
-        content = damaged_commands(content, rng)
+    elif body.media_type == CALLS and rng.random() < 0.7:
+        content = damaged_calls(content, rng)
     elif rng.random() < 0.8:
         content = damaged(content, rng).data
     encoding = rng.choice(("", "", "gzip", "zstd"))
@@ -146,6 +140,43 @@ def damaged_body(body: Body, rng: random.Random) -> Body:
     if rng.random() < 0.05:
         encoding = rng.choice(("gzip", "zstd", "br", "gzip, zstd", "x" * 300))
     return body._replace(content=content, encoding=encoding)
+
+
+def damaged_calls(data: bytes, rng: random.Random) -> bytes:
+    """Change one value of one call, or repeat or remove a call."""
+    message = wire.Calls.FromString(data)
+    if message.calls and rng.random() < 0.2:
+        place = rng.randrange(len(message.calls))
+        if rng.random() < 0.5:
+            message.calls.append(message.calls[place])
+        else:
+            del message.calls[place]
+    elif leaves := [*_leaves(message)]:
+        owner, name, place = rng.choice(leaves)
+        values = getattr(owner, name)
+        before = values if place < 0 else values[place]
+        after: Any = not before if isinstance(before, bool) else rng.choice((0, 1, 2**31 - 1))
+        if isinstance(before, bytes):
+            after = damaged(before, rng).data
+        elif isinstance(before, str):
+            after = rng.choice(_WRONG_TEXTS)
+        if place < 0:
+            setattr(owner, name, after)
+        else:
+            values[place] = after
+    return message.SerializeToString()
+
+
+def _leaves(message: Any) -> Iterator[tuple[Any, str, int]]:
+    """Yield each value in a message: its owner, its field, its place in a list or -1."""
+    for field, value in message.ListFields():
+        listed = [*value] if field.is_repeated else [value]
+        if field.message_type is None:
+            for place in range(len(listed)) if field.is_repeated else [-1]:
+                yield message, field.name, place
+        elif not field.message_type.GetOptions().map_entry:
+            for each in listed:
+                yield from _leaves(each)
 
 
 def damaged_json(data: bytes, rng: random.Random) -> Damage:
@@ -173,25 +204,6 @@ def damaged_arrow(data: bytes, rng: random.Random) -> bytes:
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
     return sink.getvalue()
-
-
-def damaged_commands(data: bytes, rng: random.Random) -> bytes:
-    """Damage, repeat or remove one argument of one command, mostly one near its end."""
-    reader = hiredis.Reader()
-    reader.feed(data)
-    commands: list[Any] = [*iter(reader.gets, False)]
-    words = rng.choice(commands)
-    place = max(rng.randrange(len(words)) for _ in range(2))
-    change = rng.random()
-    if change < 0.1:
-        words.insert(place, words[place])
-    elif change < 0.2:
-        del words[place]
-    elif change < 0.4:
-        words[place] = rng.choice(_WRONG_ARGUMENTS)
-    else:
-        words[place] = damaged(words[place], rng).data
-    return pack(commands)
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:

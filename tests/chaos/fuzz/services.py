@@ -16,7 +16,7 @@ from fuzz.bodies import (
     RUN,
     Body,
     arrow_bodies,
-    command_bodies,
+    call_bodies,
     damaged_body,
     damaged_json,
     json_bodies,
@@ -76,7 +76,7 @@ class ServiceCampaign:
             )
             self._resources = stack.pop_all()
         self._json, self._arrow = json_bodies(), arrow_bodies()
-        self._commands = command_bodies(with_key(f"http://{self._address}", self._secret))
+        self._commands = call_bodies(with_key(f"http://{self._address}", self._secret))
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -64,6 +64,15 @@ def put_a_generator_to_sleep(stack: Stack) -> None:
     _sleep(stack, stack.generators.values(), stack.rng.uniform(0.5, 2.0))
 
 
+def kill_the_gateway(stack: Stack) -> None:
+    """Send SIGKILL; generators over HTTP send again what was not acknowledged."""
+    _one_of(stack, stack.gateways.values()).kill()
+
+
+def put_the_gateway_to_sleep(stack: Stack) -> None:
+    _sleep(stack, stack.gateways.values(), stack.rng.uniform(0.5, 2.0))
+
+
 def kill_the_store(stack: Stack) -> None:
     stack.restart_store()
 
@@ -159,6 +168,7 @@ FAULTS: tuple[Fault, ...] = (
     *(kill_a_batcher, put_a_batcher_to_sleep),
     *(kill_a_rank, put_a_rank_to_sleep),
     *(kill_a_generator, put_a_generator_to_sleep),
+    *(kill_the_gateway, put_the_gateway_to_sleep),
     *(kill_the_store, cut_the_stores_power, put_the_store_to_sleep),
     *(lose_replies_of_the_store, cut_all_connections_to_the_store),
     *(silence_the_store, slow_the_store_down, cut_transfers_to_the_ranks),

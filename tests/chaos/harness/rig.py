@@ -139,6 +139,10 @@ class Rig:
             return self.keep(stack.start_batcher(name, listen=listen))
         return self.keep(stack.start("batcher", name, listen=listen))
 
+    def start_gateway(self, name: str = "gateway") -> Service:
+        """Start a gateway; the same name again listens at the same address."""
+        return self.keep(self.stack().start("gateway", name, listen=self.address(name)))
+
     def let_batcher_die(self, failpoint: str, *, name: str = "doomed") -> None:
         """Start a batcher, which may die before it answers, and wait for its death."""
         doomed = self.start_batcher(name, failpoint=failpoint, lease_s=DOOMED_LEASE_S, waits=False)
@@ -149,9 +153,15 @@ class Rig:
         """Return the address at which a batcher of this name listens."""
         return f"{self._host}:{self._ports.setdefault(name, free_port())}"
 
-    def start_generator(self, writer: str = "w", *, groups: int, **options: object) -> Service:
-        """Start a generator of so many groups; see harness.generator for the options."""
-        arguments = {"url": self.store_url, "run": self.run, "writer": writer, "groups": groups}
+    def start_generator(
+        self, writer: str = "w", *, groups: int, url: str = "", **options: object
+    ) -> Service:
+        """Start a generator of so many groups; see harness.generator for the options.
+
+        `url` is the store by default, and may be that of a gateway.
+        """
+        url = url or self.store_url
+        arguments = {"url": url, "run": self.run, "writer": writer, "groups": groups}
         service = self.start(f"generator-{writer}", "harness.generator", {**arguments, **options})
         self._generators[writer] = service
         return service

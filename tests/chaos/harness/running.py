@@ -27,6 +27,7 @@ class Stack:
     Attributes:
         store_proxy: proxy before the store, for generators and batchers.
         batcher_proxy: proxy before the first batcher, for ranks.
+        gateways: the gateways; every second generator writes over HTTP.
         clock_s: error of the store's clock.
     """
 
@@ -37,12 +38,14 @@ class Stack:
     rng: random.Random
     durability: Durability
     batchers: dict[str, Service] = field(default_factory=dict[str, Service])
+    gateways: dict[str, Service] = field(default_factory=dict[str, Service])
     generators: dict[str, Service] = field(default_factory=dict[str, Service])
     num_started: int = 0
     clock_s: float = 0.0
 
     def start(self) -> None:
-        """Start two batchers, two generators and the ranks."""
+        """Start two batchers, a gateway, two generators and the ranks."""
+        self.gateways["gateway"] = self.rig.start_gateway()
         self.batchers["other"] = self.rig.start_batcher("other", waits=False)
         self.batchers["batcher"] = self.rig.start_batcher()
         for _ in range(2):
@@ -50,11 +53,15 @@ class Stack:
         self.start_ranks()
 
     def start_generator(self) -> None:
-        """Start a generator with a new name, which also adopts most trajectories of dead ones."""
+        """Start a generator with a new name, which also adopts most trajectories of dead ones.
+
+        Every second one writes over HTTP.
+        """
         writer = f"own{self.num_started}"
+        url = f"http://{self.rig.address('gateway')}" if self.num_started % 2 else ""
         self.num_started += 1
         options = {"adopts_every": 2, "never_adopts_one_in": 4}
-        service = self.rig.start_generator(writer, groups=ENDLESS, pause_s=0.1, **options)
+        service = self.rig.start_generator(writer, groups=ENDLESS, url=url, pause_s=0.1, **options)
         self.generators[writer] = service
 
     def start_ranks(self) -> None:
@@ -82,6 +89,9 @@ class Stack:
         for name, batcher in self.batchers.items():
             if batcher.status is not None:
                 self.batchers[name] = self.rig.start_batcher(name)
+        for name, gateway in self.gateways.items():
+            if gateway.status is not None:
+                self.gateways[name] = self.rig.start_gateway(name)
         for writer, generator in list(self.generators.items()):
             if generator.status is not None:
                 del self.generators[writer]

@@ -10,6 +10,7 @@ from testkit.scripts import script
 from turnstream.batching.fold.decisions import GroupCut
 from turnstream.errors import ConflictError, NotReadyError, RejectedError, WaitKind
 from turnstream.generator.api.work import WorkQueue
+from turnstream.generator.transport.redis_transport import RedisRequests
 from turnstream.generator.transport.store_calls import StoreCalls
 from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.rewards import RewardOutcome
@@ -252,8 +253,10 @@ async def test_one_of_many_takes_a_refill(timed: Any) -> None:
     await timed.grant("a/b", 2)
 
     async def take(writer: str) -> Refill:
-        wait = StoreWait(timed.client, WaitKind.NO_REFILL, "no refill", wait_s=0)
-        return await WorkQueue(writer).next_refill(timed.name, StoreCalls(timed.client, wait))
+        wait = StoreWait("store", WaitKind.NO_REFILL, "no refill", wait_s=0)
+        return await WorkQueue(writer).next_refill(
+            timed.name, StoreCalls(RedisRequests(timed.client), wait)
+        )
 
     refill = await take("w1")
     with pytest.raises(NotReadyError, match="no refill within 0 s"):

@@ -11,6 +11,7 @@ from turnstream.errors import ConflictError, FencedError
 from turnstream.generator.encode.encoder import TrajectoryDraft
 from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.transport.redis_transport import num_replies, pack_round, parse_replies
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.connection import Link
@@ -216,8 +217,8 @@ KEY = TrajectoryKey("g", 0)
 async def send_all(outbox: Outbox, link: Link, *, now_s: float) -> None:
     """Every round that there is at this time of the writer's clock."""
     while (sent := outbox.next_round(now_s)) is not None:
-        replies = await asyncio.to_thread(link.exchange, sent.pack(), sent.num_replies)
-        outbox.answered(sent, replies=replies, now_s=now_s)
+        replies = await asyncio.to_thread(link.exchange, pack_round(sent), num_replies(sent))
+        outbox.answered(sent, parse_replies(sent, replies), now_s=now_s)
 
 
 @pytest.mark.both_servers

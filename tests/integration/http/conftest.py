@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import redis
 
 import turnstream
-from testkit import gateways, ids, servers, wait_until
+from testkit import gateways, group, ids, servers, wait_until
 from testkit.gateway_thread import GatewayThread
-from testkit.generator_calls import SETTINGS, operate, write_everything
-from testkit.scripts import script
-from testkit.store_commands import SESSION_RUN, name_of
-from turnstream.store.client import keys
-from turnstream.store.run.batchers import list_batchers
-from turnstream.store.run.configs import read_revisions
+from testkit.generator_calls import SETTINGS, write_everything
+from testkit.sent_calls import SESSION_RUN, Sent
+from turnstream.errors import NotReadyError
+from turnstream.wire.v1 import calls_pb2 as wire
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.gateway.rest.commands import store as store_route
-from turnstream_server.gateway.rest.commands.packing import read_commands
+from turnstream_server.gateway.rest.generators import calls
 from turnstream_server.tls import Tls
 
 _numbers = itertools.count(1)
-_HEARTBEAT = script("heartbeat").sha.encode()
 
 
 @pytest.fixture(autouse=True)
@@ -89,53 +85,56 @@ def new_name() -> str:
     return f"over http {next(_numbers)}"
 
 
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[list[bytes]]]:
-    """The commands of every body that the gateway has read."""
-    bodies: list[list[list[bytes]]] = []
-    plan = store_route.plan_commands
+def _recording(patch: pytest.MonkeyPatch) -> list[wire.Calls]:
+    """Return the bodies that gateways of this process read from now on."""
+    bodies: list[wire.Calls] = []
+    read = calls.read_calls
 
     def recording(body: bytes, key: Any) -> Any:
-        bodies.append(read_commands(body))
-        return plan(body, key)
+        bodies.append(wire.Calls.FromString(body))
+        return read(body, key)
 
-    monkeypatch.setattr(store_route, "plan_commands", recording)
+    patch.setattr(calls, "read_calls", recording)
     return bodies
 
 
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[wire.Calls]:
+    """The messages of every body that the gateway has read."""
+    return _recording(monkeypatch)
+
+
 @pytest.fixture(scope="module")
-def sent(server: Any) -> dict[str, list[list[bytes]]]:
-    """The commands of a session with every call of the SDK, by their names."""
-    bodies: list[bytes] = []
-    plan = store_route.plan_commands
-
-    def recording(body: bytes, key: Any) -> Any:
-        bodies.append(body)
-        return plan(body, key)
-
+def sent(server: Any) -> dict[str, list[Sent]]:
+    """The calls of a session with every call of the SDK, by their kinds."""
     with pytest.MonkeyPatch.context() as patch, GatewayThread(server.url) as gateway:
-        patch.setattr(store_route, "plan_commands", recording)
+        bodies = _recording(patch)
         with turnstream.connect(gateway.base_url) as service:
-            run = service.create_run(SESSION_RUN, **SETTINGS)
+            run = service.create_run(SESSION_RUN, **{**SETTINGS, "max_staleness": 0})
             write_everything(run)
-            operate(run)
-            assert run.reopen()
-            service.runs()
-            client: redis.Redis = service._client
-            list_batchers(client)
-            read_revisions(client, SESSION_RUN)
-            client.xread({keys.run_keys(SESSION_RUN).versions: "0-0"}, count=1, block=1)
-            client.xrevrange(keys.run_keys(SESSION_RUN).versions, count=1)
-            client.hget(keys.run_keys(SESSION_RUN).config, "1")
+            _wait_for_admission(run)
             with run.publisher() as publisher:
-                open_ = publisher.trajectory("beats", 0, num_samples=1)
+                open_ = publisher.trajectory("beats", 0, num_samples=1, purpose="eval")
                 open_.append(ids("a"), ids("B")).result()
-                wait_until(
-                    lambda: any(_HEARTBEAT in body for body in bodies), describe="a heartbeat"
-                )
+                wait_until(lambda: "renew_leases" in _kinds(bodies), describe="a heartbeat")
                 open_.abandon("over")
-    found: dict[str, list[list[bytes]]] = {}
+                publisher.close_run("the end")
+    found: dict[str, list[Sent]] = {}
     for body in bodies:
-        for words in read_commands(body):
-            found.setdefault(name_of(words), []).append(words)
-    return {name: calls for name, calls in found.items() if name not in ("MULTI", "EXEC")}
+        for call in body.calls:
+            found.setdefault(call.WhichOneof("kind") or "", []).append(Sent(body, call))
+    return found
+
+
+def _kinds(bodies: Sequence[wire.Calls]) -> set[str]:
+    return {call.WhichOneof("kind") or "" for body in bodies for call in body.calls}
+
+
+def _wait_for_admission(run: turnstream.Run) -> None:
+    """Publish groups until one has to wait."""
+    with (
+        run.publisher("waits", admission_timeout_s=1.2) as publisher,
+        contextlib.suppress(NotReadyError),
+    ):
+        for number in range(100):
+            publisher.publish(group(f"many {number}")).result()

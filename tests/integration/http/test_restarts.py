@@ -15,7 +15,7 @@ from testkit import group, ids, wait_until
 from testkit.gateway_thread import GatewayThread
 from testkit.stores import RunReader
 from turnstream.errors import StoreUnavailableError, WaitKind
-from turnstream.generator.outbox.calls import SCRIPTS
+from turnstream.generator.requests import SCRIPTS
 from turnstream.generator.transport import sender
 from turnstream.store.client.connection import address_of, connect
 from turnstream.types import GroupOpened, SealedTrajectory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ from turnstream.generator import AsyncPublisher, Prompt
 from turnstream.generator.transport import sender
 from turnstream.store.client import keys
 from turnstream.types import TrajectoryKey
+from turnstream.wire.v1 import calls_pb2 as wire
 from turnstream_server.bus.admin.deletion import delete_run
 from turnstream_server.embedded import EmbeddedServer
 
@@ -233,7 +235,7 @@ def test_waiting_publisher_sends_one_read_and_no_poll(
     client: redis.Redis,
     gateway: GatewayThread,
     new_run: Callable[..., str],
-    recorded: list[list[list[bytes]]],
+    recorded: list[wire.Calls],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sender, "ASK_AGAIN_S", 25.0)
@@ -252,12 +254,9 @@ def test_waiting_publisher_sends_one_read_and_no_poll(
             reader.frees_capacity(stepped=step)
             receipt.result(10)
 
-    reads = [words for body in recorded for words in body if words[0] == b"XREAD"]
-    opened = [
-        words for body in recorded for words in body if keys.run_keys(run).refills.encode() in words
-    ]
-    assert len(reads) == 3
-    assert len(opened) == 6  # each group is refused once, and then admitted
+    sent = Counter(call.WhichOneof("kind") for body in recorded for call in body.calls)
+    assert sent["await_wake"] == 3
+    assert sent["open_group"] == 6  # each group is refused once, and then admitted
 
 
 def test_batches_are_pulled_with_a_batcher_of_the_store(

@@ -17,10 +17,9 @@ from starlette.routing import Route
 
 from testkit import wait_until
 from testkit.gateway_thread import GatewayThread
-from turnstream.store.client import keys
+from turnstream.http.messages import MEDIA_TYPE as CALLS
 from turnstream.store.client.connection import connect, connect_async
-from turnstream.store.client.http_address import COMMANDS
-from turnstream.store.client.scripts import pack
+from turnstream.wire.v1 import calls_pb2 as wire
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway.config import GatewayOptions
 from turnstream_server.gateway.rest.app import make_rest_app
@@ -29,10 +28,10 @@ from turnstream_server.keys.records import ROLES, Role
 from turnstream_server.keys.store import create_key, revoke_key
 
 PUBLIC: Final = {("GET", "/openapi.json")}
-WITHOUT_RUN: Final = {("GET", "/runs"), ("POST", "/runs"), ("POST", "/store")}
+WITHOUT_RUN: Final = {("GET", "/runs"), ("POST", "/runs"), ("POST", "/calls")}
 """Routes whose path names no run; each has a test of its own for a key of another run."""
 
-OF_EVERY_ROLE: Final = {("POST", "/store")}
+OF_EVERY_ROLE: Final = {("POST", "/calls")}
 """Routes that check the role of each part of a request."""
 
 RUN: Final = "walked"
@@ -178,9 +177,9 @@ def test_routes_without_a_run_refuse_other_runs(
     found = http.get("/runs", headers={"X-API-Key": secrets["other"]})
     assert found.json() == {"runs": [], "next_run": None}
 
-    body = pack([("GET", keys.incarnation_key(RUN))])
-    headers = {"X-API-Key": secrets["other"], "Content-Type": COMMANDS}
-    assert http.post("/store", content=body, headers=headers).status_code == 403
+    body = wire.Calls(run=RUN).SerializeToString()
+    headers = {"X-API-Key": secrets["other"], "Content-Type": CALLS}
+    assert http.post("/calls", content=body, headers=headers).status_code == 403
 
 
 def test_public_routes_are_known_and_need_no_key(http: httpx2.Client) -> None:

@@ -21,6 +21,7 @@ from turnstream.errors import (
     RejectedError,
     RunNotFoundError,
 )
+from turnstream.generator.requests import open_task
 from turnstream.records.events import encode_event
 from turnstream.store.run.runs import pause_run, resume_run
 from turnstream.store.run.tasks import (
@@ -30,7 +31,6 @@ from turnstream.store.run.tasks import (
     TakenTask,
     add_prompts,
     next_task_command,
-    open_task_command,
     parse_offer,
     parse_task,
     read_prompt_counts,
@@ -56,7 +56,7 @@ def take(run: Any, writer: str = "w") -> TakenTask:
 
 
 def open_offer(run: Any, offer: OfferedTask, writer: str) -> TakenTask:
-    opened = parse_task(offer, run.do(open_task_command(run.name, offer, writer=writer)))
+    opened = parse_task(offer, run.do(open_task(run.name, offer, writer=writer).command))
     assert isinstance(opened, TakenTask), opened
     return opened
 

@@ -70,7 +70,7 @@ class Generator:
         waiting = [keys.trajectory_id(lane.key) for each in queues.waiting for lane in each.lanes]
         if not self._history.acknowledged.isdisjoint(waiting):
             return False  # a group without admission may only wait if it was never open
-        knows_start = outbox._incarnation == self._world.store.run_id
+        knows_start = outbox._process == self._world.store.run_id.decode()
         return outbox.run_calls.is_settled and (knows_start or outbox._resend_buffer.is_settled)
 
     async def work(self, *, takes_tasks: bool) -> None:

@@ -142,7 +142,7 @@ GUARDS: Final[dict[str, Break]] = {
     ),
     "planner: one start of the store": method(PinnedClient, "_meet", _meet_any),
     "resend buffer: it keeps writes": method(ResendBuffer, "keep", lambda *_, **__: None),
-    "outbox: lost writes are sent again": method(Outbox, "_compare_server", lambda *_, **__: None),
+    "outbox: lost writes are sent again": method(Outbox, "_compare_process", lambda *_, **__: None),
     "every script: the epoch of the leader": condition(
         "if redis.call('HGET', LEADER, 'epoch') ~= ARGV[1] then"
     ),

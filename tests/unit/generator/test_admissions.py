@@ -14,6 +14,7 @@ from turnstream.errors import NotReadyError, WaitKind
 from turnstream.generator.outbox.calls import Round
 from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.trajectory_queue import Lane
+from turnstream.generator.transport.redis_transport import num_replies
 from turnstream.records.configs import encode_config
 
 
@@ -149,7 +150,7 @@ def test_one_answer_serves_several_refused_groups() -> None:
         sent = driver.take()
         if sent is not None:
             asked_s.append(driver.now_s)
-            driver.outbox.answered(sent, replies=[ResponseError("ERR no")], now_s=driver.now_s)
+            driver.answered(sent, [ResponseError("ERR no")])
 
     assert asked_s == pytest.approx([159.0, 165.0])
     assert driver.now_s == pytest.approx(166.0)
@@ -222,8 +223,8 @@ def test_group_abandoned_during_admission_is_abandoned_once_open() -> None:
     asking = driver.take_round()
     driver.outbox.abandon(lane, "bored", end=Delivery())
 
-    loads = [b"sha"] * (asking.num_replies - 1)
-    driver.outbox.answered(asking, replies=[*loads, [1]], now_s=driver.now_s)
+    loads = [b"sha"] * (num_replies(asking) - 1)
+    driver.answered(asking, [*loads, [1]])
 
     assert driver.script_names(driver.answer(1)) == ["abandon"]
     assert driver.outbox.is_idle
@@ -233,7 +234,7 @@ def test_group_abandoned_during_admission_is_abandoned_once_open() -> None:
 def test_group_opened_after_its_wait_ended_is_abandoned(answer: Any) -> None:
     driver, lane, asked = timed_out()
 
-    driver.outbox.answered(asked, replies=[answer], now_s=driver.now_s)
+    driver.answered(asked, [answer])
     sent = driver.take()
 
     assert lane.error is not None

@@ -12,6 +12,7 @@ from turnstream.errors import FencedError, RunNotFoundError
 from turnstream.generator.outbox.calls import TargetRun
 from turnstream.generator.outbox.heartbeats import Heartbeats
 from turnstream.generator.outbox.trajectory_queue import Lane
+from turnstream.generator.transport.redis_transport import parse_replies
 from turnstream.types import TrajectoryKey
 
 
@@ -66,9 +67,9 @@ def test_leases_are_renewed_beside_a_long_round() -> None:
         driver.now_s += 15.0
         beside = driver.outbox.next_beats(driver.now_s)
         assert beside is not None
-        driver.outbox.beats_answered(beside, replies=[[30_000, state]], sent_s=driver.now_s)
+        driver.outbox.beats_answered(parse_replies(beside, [[30_000, state]]), sent_s=driver.now_s)
         assert driver.outbox.tracker.heartbeats.has_slept(driver.now_s + 1.0) is lost
-    driver.outbox.answered(on_its_way, replies=[1], now_s=driver.now_s)
+    driver.answered(on_its_way, [1])
 
     assert alone is None
     assert waiting.is_done
@@ -85,7 +86,7 @@ def test_refused_beat_beside_a_round_changes_nothing() -> None:
     beside = driver.outbox.next_beats(driver.now_s)
     assert beside is not None
     refused = [ResponseError("NOSCRIPT none of that name")]
-    driver.outbox.beats_answered(beside, replies=refused, sent_s=driver.now_s)
+    driver.outbox.beats_answered(parse_replies(beside, refused), sent_s=driver.now_s)
 
     assert lane.error is None
     assert driver.outbox.next_beats(driver.now_s + 1.0) is not None
@@ -255,7 +256,7 @@ def test_late_answer_proves_nothing() -> None:
     driver.skip_pause()
     sent = driver.take_round()
     driver.now_s += 100.0
-    driver.outbox.answered(sent, replies=[[30_000, b"OK"]], now_s=driver.now_s)
+    driver.answered(sent, [[30_000, b"OK"]])
 
     driver.append(lane)
 

@@ -16,9 +16,10 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from testkit.outboxes import OutboxDriver, driver_with_lane
 from turnstream.errors import ConflictError, StoreFullError, StoreUnavailableError
-from turnstream.generator.outbox.calls import SCRIPTS
 from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.trajectory_queue import Lane, Queues
+from turnstream.generator.requests import SCRIPTS
+from turnstream.generator.transport.redis_transport import num_replies, pack_round
 from turnstream.store.client.backoff import FIRST_PAUSE_S
 from turnstream.store.client.keys import trajectory_keys
 
@@ -64,10 +65,10 @@ def test_scripts_are_loaded_again_after_a_lost_connection() -> None:
     lost = driver.reconnect()
     again = driver.take_round()
 
-    assert (lost.loads_scripts, again.loads_scripts) == (False, True)
-    assert again.num_replies == len(SCRIPTS) + 2 + 1
-    assert again.pack().count(b"LOAD") == len(SCRIPTS)
-    assert again.pack().count(b"\r\nappendfsync") == 1
+    assert (lost.is_first, again.is_first) == (False, True)
+    assert num_replies(again) == len(SCRIPTS) + 2 + 1
+    assert pack_round(again).count(b"LOAD") == len(SCRIPTS)
+    assert pack_round(again).count(b"\r\nappendfsync") == 1
 
 
 def test_unknown_script_is_loaded_at_once_but_only_once() -> None:
@@ -77,7 +78,7 @@ def test_unknown_script_is_loaded_at_once_but_only_once() -> None:
     driver.answer(NoScriptError("no script"))
     again = driver.answer(NoScriptError("no script"))
 
-    assert again.loads_scripts
+    assert again.is_first
     assert driver.take() is None
     assert driver.outbox.pause_s(driver.now_s) == pytest.approx(FIRST_PAUSE_S)
 
@@ -113,8 +114,11 @@ def test_round_is_one_write_if_the_store_may_sync_before_answers(
     sent = driver.take_round()
 
     assert sent.is_grouped == is_grouped
-    assert (sent.pack().count(b"MULTI"), sent.pack().count(b"EXEC")) == (is_grouped, is_grouped)
-    assert sent.num_replies == (4 if is_grouped else 2)
+    assert (pack_round(sent).count(b"MULTI"), pack_round(sent).count(b"EXEC")) == (
+        is_grouped,
+        is_grouped,
+    )
+    assert num_replies(sent) == (4 if is_grouped else 2)
 
 
 def test_a_round_of_one_call_needs_no_group() -> None:
@@ -154,7 +158,7 @@ def test_full_server_that_refused_one_write_gets_single_calls() -> None:
     assert driver.script_names(refused) == ["post_sealed", "append", "append"]
     assert not again.is_grouped
     assert again.commands == refused.commands
-    driver.outbox.answered(again, replies=[[b"OK"], OOM, OOM], now_s=driver.now_s)
+    driver.answered(again, [[b"OK"], OOM, OOM])
     assert end.is_done
     driver.skip_pause()
     driver.skip_pause()
@@ -244,7 +248,7 @@ def test_fail_all_settles_every_write_and_keeps_idle_trajectories() -> None:
     driver.outbox.run_calls.close_run("", closing)
 
     driver.outbox.fail_all(StoreUnavailableError("enough"))
-    driver.outbox.answered(sent, replies=[1], now_s=driver.now_s)
+    driver.answered(sent, [1])
 
     assert all(delivery.errors for delivery in (receipt, asking, opened, closing))
     assert (live.error, driver.outbox.is_idle) == (None, True)
@@ -261,7 +265,7 @@ def test_writes_fail_with_reasons_after_a_long_silence() -> None:
     were_done = [receipt.is_done for receipt in receipts]
     driver.skip_to_deadline()
     driver.outbox.expire(driver.now_s)
-    driver.outbox.answered(sent, replies=[1, 1], now_s=driver.now_s)
+    driver.answered(sent, [1, 1])
 
     assert were_done == [False, False]
     assert driver.now_s == pytest.approx(110.5)
@@ -284,7 +288,7 @@ def test_store_is_identified_again_after_an_abandoned_round() -> None:
     driver.request()
     sent = driver.take_round()
 
-    assert sent.loads_scripts
+    assert sent.is_first
 
 
 def test_outage_counts_from_the_unanswered_round() -> None:

@@ -9,7 +9,8 @@ from testkit.outboxes import OutboxDriver, driver_with_lane, driver_with_seal
 from turnstream.errors import ConflictError, FencedError, StoreBehindError, StoreUnavailableError
 from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.trajectory_queue import RewardPost
-from turnstream.store.run.rewards import reward_command
+from turnstream.generator.transport.redis_transport import num_replies
+from turnstream.store.run.rewards import encode_reward
 from turnstream.types import GroupOpened, TrajectoryKey
 
 
@@ -17,8 +18,8 @@ def connect(driver: OutboxDriver, run_id: bytes) -> None:
     """Answer the first round of a new connection to the store with this id."""
     sent = driver.take_round()
     settings = [b"appendfsync", b"everysec"]
-    replies = [*[b"sha"] * (sent.num_replies - 2), b"run_id:" + run_id, settings]
-    driver.outbox.answered(sent, replies=replies, now_s=driver.now_s)
+    replies = [*[b"sha"] * (num_replies(sent) - 2), b"run_id:" + run_id, settings]
+    driver.answered(sent, replies)
 
 
 def errors(delivery: Delivery) -> list[type[Exception]]:
@@ -31,9 +32,9 @@ def test_trajectory_ended_by_another_before_it_opened_is_refused() -> None:
     receipt, end = driver.append(lane), driver.seal(lane)
 
     sent = driver.take_round()
-    replies = [*[b"sha"] * (sent.num_replies - 2), [b"appendfsync", b"everysec"]]
+    replies = [*[b"sha"] * (num_replies(sent) - 2), [b"appendfsync", b"everysec"]]
     answer = [b"CONFLICT [sealed] g/0/0 is already sealed"]
-    driver.outbox.answered(sent, replies=[*replies, answer], now_s=driver.now_s)
+    driver.answered(sent, [*replies, answer])
 
     assert (errors(receipt), errors(end)) == ([ConflictError], [ConflictError])
     assert driver.outbox.is_idle
@@ -268,8 +269,8 @@ def test_late_answer_to_a_repeated_reward_is_reported_as_lost(
     first: str, second: str, num_lost: int
 ) -> None:
     driver = OutboxDriver(keep_s=5.0)
-    command = reward_command("r", TrajectoryKey("g", 7), 1.0, None)
-    driver.outbox.run_calls.post_reward(RewardPost(command, Delivery()))
+    posted = encode_reward(TrajectoryKey("g", 7), 1.0, None)
+    driver.outbox.run_calls.post_reward(RewardPost(*posted, Delivery()))
     driver.answer(first.encode())
     driver.request()
 

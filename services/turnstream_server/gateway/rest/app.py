@@ -17,7 +17,7 @@ from turnstream.errors import TurnstreamError
 from turnstream.types.names import shown
 from turnstream_server.gateway.bodies import disconnected
 from turnstream_server.gateway.rest.bodies import JSON
-from turnstream_server.gateway.rest.commands import store
+from turnstream_server.gateway.rest.generators import calls
 from turnstream_server.gateway.rest.ingest import groups, rewards, turns
 from turnstream_server.gateway.rest.ingest.requests import add_ingest_state
 from turnstream_server.gateway.rest.problems import (
@@ -53,7 +53,7 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     batches.router,
     versions.router,
     events.router,
-    store.router,
+    calls.router,
 )
 
 _STATUSES: Final = (400, 401, 403, 404, 409, 410, 413, 422, 429, 503)
@@ -81,7 +81,7 @@ def make_rest_app(gateway: Gateway) -> FastAPI:
     app.router.redirect_slashes = False
     app.state.gateway = gateway
     add_ingest_state(app, gateway)
-    store.add_store_links(app, gateway)
+    calls.add_generator_state(app, gateway)
     events.add_event_state(app)
     for router in ROUTERS:
         app.include_router(router, dependencies=[Depends(refuse_unknown_query)])

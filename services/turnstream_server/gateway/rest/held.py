@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Annotated, Any, Final, TypeVar
 
-import redis.asyncio
 from fastapi import HTTPException, Request
 from pydantic import Field
 
 from turnstream.errors import WaitKind
+from turnstream.generator.transport.redis_transport import RedisRequests
 from turnstream.generator.transport.store_calls import StoreCalls
 from turnstream.store.client import keys
 from turnstream.store.client.cancellation import cancel_all
+from turnstream.store.client.connection import address_of_client
 from turnstream.store.waits.bounded_call import StoreWait
 from turnstream_server.gateway.state import Gateway
-from turnstream_server.gateway.stream_waits import StreamWaits
 
 MAX_WAIT_S: Final = 60.0
 """Longest wait of one request: proxies end longer ones."""
@@ -35,26 +35,24 @@ WaitSeconds = Annotated[
 _Result = TypeVar("_Result")
 
 
-class HeldCalls(StoreCalls):
-    """The calls of one held request. While it waits it holds no connection of the client."""
+class HeldRequests(RedisRequests):
+    """The calls of a held request. While it waits it holds no connection of the client."""
 
-    def __init__(
-        self, client: redis.asyncio.Redis, wait: StoreWait, *, streams: StreamWaits
-    ) -> None:
-        super().__init__(client, wait)
-        self._streams = streams
+    def __init__(self, gateway: Gateway) -> None:
+        super().__init__(gateway.client)
+        self._streams = gateway.streams
 
-    async def wait_until_woken(self, run: str, wake_id: str) -> None:
-        """Wait until the run's wake stream is beyond this id, or for `block_ms` of the wait."""
-        timeout_s = self.wait.block_ms / 1000
+    async def wait_until_woken(self, run: str, wake_id: str, *, timeout_s: float) -> None:
+        """Return when the run's wake stream is beyond this id, or after `timeout_s`."""
         await self._streams.wait({keys.run_keys(run).wake: wake_id}, timeout_s=timeout_s)
 
 
-def held_calls(gateway: Gateway, kind: WaitKind, what: str, *, wait_s: float) -> HeldCalls:
+def held_calls(gateway: Gateway, kind: WaitKind, what: str, *, wait_s: float) -> StoreCalls:
     """Return the calls of a wait; `what` names the awaited thing, as in "run 'maze': no task"."""
     clock = asyncio.get_running_loop().time
-    wait = StoreWait(gateway.client, kind, what, wait_s=wait_s, clock=clock)
-    return HeldCalls(gateway.client, wait, streams=gateway.streams)
+    address = address_of_client(gateway.client)
+    wait = StoreWait(address, kind, what, wait_s=wait_s, clock=clock)
+    return StoreCalls(HeldRequests(gateway), wait)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:

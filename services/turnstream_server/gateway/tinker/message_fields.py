@@ -17,14 +17,15 @@ _VARINT_BYTES: Final = 10
 _NOT_PACKED: Final = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
 
 
-def check_fields(body: bytes, kind: Any) -> None:
-    """Raise RecordError for a message with more than MAX_FIELDS fields, or one that is damaged.
+def check_fields(body: bytes, kind: Any, *, most: int = MAX_FIELDS) -> None:
+    """Raise RecordError for a message with too many fields, or one that is damaged.
 
     Two bytes make a part, which takes a hundred in memory.
 
     Args:
         body: the message.
         kind: its descriptor.
+        most: most fields of the message and its parts.
     """
     num_fields, is_whole = 0, True
     parts = [(0, len(body), kind)]
@@ -45,8 +46,8 @@ def check_fields(body: bytes, kind: Any) -> None:
                     elif field is not None and field.is_repeated and field.type not in _NOT_PACKED:
                         num_fields += size  # packed numbers, of at least one byte
                 position += size
-                if num_fields > MAX_FIELDS:
-                    raise RecordError(f"the body has more than {MAX_FIELDS} fields: send less")
+                if num_fields > most:
+                    raise RecordError(f"the body has more than {most} fields: send less")
             is_whole = is_whole and position == stop
     except IndexError:
         is_whole = False

@@ -16,18 +16,15 @@ from turnstream.batching.merge.merging import turn_prompts
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase
 from turnstream.generator.encode.encoder import AdoptedTurn, TurnRecord
+from turnstream.generator.requests import Adopt, AppendTurns, PostedSeal, PostSeals
 from turnstream.generator.transport.store_calls import StoreCalls
 from turnstream.records.turns import decode_turn
 from turnstream.store.client import keys
 from turnstream.store.client.replies import parse_refusal
-from turnstream.store.client.scripts import Script
-from turnstream.store.run.budget import lease_of_seal
+from turnstream.store.run.budget import facts_of_seal
 from turnstream.store.run.groups import Unfinished, most_attempts
-from turnstream.store.run.leases import adopt_command
 from turnstream.types import DeclaredColumn, GroupOpened, TrajectoryKey, Turn
 
-_APPEND = Script("append", "turnstream.generator.outbox")
-_POST_SEALED = Script("post_sealed", "turnstream.generator.outbox")
 _logger = logging.getLogger(__name__)
 
 HALF_WRITTEN: Final = "left half-written by an earlier process"
@@ -62,25 +59,21 @@ async def adopt_trajectory(
         RecordError: a stored turn is damaged.
     """
     name = keys.trajectory_id(key)
-    epoch, num_samples = await calls.run(adopt_command(run, name, writer=writer))
-    payload = keys.trajectory_keys(run, name)
+    epoch, num_samples = await calls.reply(Adopt(run, writer, name))
     # An append without a record fences earlier writers.
-    await calls.run(_APPEND(payload, f"{epoch}:{writer}", 0, 0))
-    entries = await calls.execute("XRANGE", payload.turns, "-", "+")
-    # Read last: no other writer has added to the turns if the lease is still ours.
-    holder, sealed = await calls.execute("HMGET", payload.meta, "epoch", "sealed")
-    if holder != b"%d" % epoch:
-        whose = f"epoch {holder.decode()}" if holder else "nobody"
+    await calls.reply(AppendTurns(run, writer, name, epoch))
+    stored = await calls.read_turns(run, name)
+    if stored.epoch != epoch:
+        whose = f"epoch {stored.epoch}" if stored.epoch else "nobody"
         raise FencedError(
             f"{keys.readable_name(name)} was adopted with epoch {epoch}, and is by now that of "
             f"{whose}: only that writer may continue it"
         )
-    records = [fields[b"r"] for _, fields in entries]
-    if sealed == b"1":
-        lease = lease_of_seal(epoch, writer, records[-1])
-        posting = _POST_SEALED(keys.run_keys(run).of_post_sealed, name, lease, records[-1])
-        raise _posted(name, (await calls.run(posting))[0].decode())
-    return Adopted(epoch, num_samples, adopted_turns(records, declared))
+    if stored.is_sealed:
+        seal = stored.records[-1]
+        posting = PostSeals(run, writer, [PostedSeal(name, epoch, *facts_of_seal(seal), seal)])
+        raise _posted(name, (await calls.reply(posting))[0].decode())
+    return Adopted(epoch, num_samples, adopted_turns(stored.records, declared))
 
 
 def _posted(name: str, answer: str) -> Exception:

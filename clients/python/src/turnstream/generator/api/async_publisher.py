@@ -12,6 +12,7 @@ from turnstream.generator.api.work import AsyncTask
 from turnstream.generator.encode.group_checks import checked_key
 from turnstream.generator.outbox.receipts import AsyncReceipt
 from turnstream.generator.transport.sender import Sender
+from turnstream.generator.transport.transport import Transport
 from turnstream.store.run.leases import LapsedTrajectory
 from turnstream.store.run.rewards import RewardOutcome
 from turnstream.store.run.tasks import Refill
@@ -82,5 +83,5 @@ class AsyncPublisher(PublisherCore[AsyncReceipt, AsyncGroupWriter, AsyncTrajecto
         """Send all accepted writes, then disconnect. Safe to repeat. See `Publisher.close`."""
         await self._close(timeout_s)
 
-    def _make_sender(self, url: str) -> Sender[AsyncReceipt]:
-        return Sender(url, self._outbox, AsyncReceipt)
+    def _make_sender(self, transport: Transport) -> Sender[AsyncReceipt]:
+        return Sender(transport, self._outbox, AsyncReceipt)

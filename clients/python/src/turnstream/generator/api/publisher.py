@@ -13,6 +13,7 @@ from turnstream.generator.encode.encoder import draft_group
 from turnstream.generator.encode.group_checks import checked_key
 from turnstream.generator.outbox.receipts import Receipt
 from turnstream.generator.transport.sender import ThreadSender
+from turnstream.generator.transport.transport import Transport
 from turnstream.store.run.leases import LapsedTrajectory
 from turnstream.store.run.rewards import RewardOutcome
 from turnstream.store.run.tasks import Refill
@@ -191,6 +192,6 @@ class Publisher(PublisherCore[Receipt, GroupWriter, TrajectoryWriter]):
         finally:
             self._threads.thread.close()
 
-    def _make_sender(self, url: str) -> ThreadSender:
-        self._threads = ThreadSender(url, self._outbox)
+    def _make_sender(self, transport: Transport) -> ThreadSender:
+        self._threads = ThreadSender(transport, self._outbox)
         return self._threads

@@ -33,14 +33,15 @@ from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.receipts import Delivery, raise_unread
 from turnstream.generator.outbox.resend import KEEP_S, MAX_KEPT_BYTES
 from turnstream.generator.outbox.trajectory_queue import Lane, RewardPost
+from turnstream.generator.requests import ListLapsed, ReadGroup
 from turnstream.generator.transport.sender import Sender
 from turnstream.generator.transport.store_calls import StoreCalls
+from turnstream.generator.transport.transport import Transport, transport_to
 from turnstream.store.client.cancellation import to_the_end
-from turnstream.store.client.connection import address_of, checked_url, connect_async
-from turnstream.store.client.run_ids import parse_incarnation
-from turnstream.store.run.groups import parse_unfinished, read_group_command
-from turnstream.store.run.leases import LapsedTrajectory, list_lapsed_async
-from turnstream.store.run.rewards import RewardOutcome, reward_command
+from turnstream.store.client.connection import address_of, checked_url
+from turnstream.store.run.groups import parse_unfinished
+from turnstream.store.run.leases import LapsedTrajectory, parse_lapsed
+from turnstream.store.run.rewards import RewardOutcome, encode_reward
 from turnstream.store.run.tasks import OfferedTask, Refill, TakenTask
 from turnstream.store.waits.bounded_call import StoreWait
 from turnstream.types import Group, GroupOpened, Purpose, TrajectoryKey
@@ -79,7 +80,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         keep_s: float = KEEP_S,
         max_kept_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
-        address = address_of(checked_url(url))
+        self._address = address_of(checked_url(url))
         if writer is None:
             writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         checked_name(run, field="run")
@@ -90,12 +91,12 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
             timeout_s=seconds(timeout_s, field="timeout_s", least=0),
             admission_timeout_s=seconds(admission_timeout_s, field="admission_timeout_s", least=0),
             jitter=random.random,
-            address=address,
+            address=self._address,
             keep_s=seconds(keep_s, field="keep_s", least=0),
             max_kept_bytes=_num_bytes(max_kept_bytes, field="max_kept_bytes"),
         )
-        self._sender = self._make_sender(url)
-        self._client = connect_async(url)  # connects when it is first used
+        self._transport = transport_to(url, writer=self._outbox.writer)
+        self._sender = self._make_sender(self._transport)
         self._unread_failures: list[Delivery] = []
         self._work = WorkQueue(self._outbox.writer)
 
@@ -196,7 +197,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         self._sender.process.refuse_pickle()
 
     @abstractmethod
-    def _make_sender(self, url: str) -> Sender[_Receipt]: ...
+    def _make_sender(self, transport: Transport) -> Sender[_Receipt]: ...
 
     def _writer(
         self,
@@ -215,23 +216,19 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         wait_s = self._outbox.timeout_s if wait_s is None else wait_s
         clock = asyncio.get_running_loop().time
         what = f"run {self._outbox.run!r}: {what}"
-        return StoreCalls(
-            self._client, StoreWait(self._client, kind, what, wait_s=wait_s, clock=clock)
-        )
+        wait = StoreWait(self._address, kind, what, wait_s=wait_s, clock=clock)
+        return StoreCalls(self._transport, wait)
 
     async def _found(self, calls: StoreCalls) -> str:
         """Return the id of the run; only the first call asks the store."""
         target = self._outbox.target
         if not target.is_found:
-            answer = await calls.execute("GET", target.pointer)
-            target.found(parse_incarnation(target.run, answer))
+            target.found(await calls.find_run(target.run))
         return self._outbox.run
 
     async def _lapsed(self) -> list[LapsedTrajectory]:
         calls = self._calls("lapsed trajectories were not listed")
-        run = await self._found(calls)
-        async with calls.wait.bounded_async():
-            return await list_lapsed_async(self._client, run)
+        return parse_lapsed(await calls.reply(ListLapsed(await self._found(calls))))
 
     async def _adopt(self, key: TrajectoryKey) -> _Writer:
         """Return the writer of a trajectory that this publisher adopts."""
@@ -261,7 +258,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         """Return the unfinished samples of a group that may exist; the open ones are adopted."""
         calls = self._calls(f"group {group.group_id} was not read")
         run = await self._found(calls)
-        reply = await calls.run(read_group_command(run, group))
+        reply = await calls.reply(ReadGroup(run, group.group_id, group.num_samples))
 
         def is_written_here(sample: int) -> bool:
             keys = {TrajectoryKey(group.group_id, sample)}
@@ -280,9 +277,9 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         reward: float | None,
         reward_components: Mapping[str, float] | None,
     ) -> RewardOutcome:
-        command = reward_command(self._outbox.run, key, reward, reward_components)
+        trajectory_id, record = encode_reward(key, reward, reward_components)
         receipt = self._sender.loop_receipt()
-        post = RewardPost(command, receipt)
+        post = RewardPost(trajectory_id, record, receipt)
         self._sender.put(lambda: self._outbox.run_calls.post_reward(post))
         await receipt
         return RewardOutcome(post.outcome)
@@ -385,11 +382,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
                 *(self._outbox.run, self._outbox.writer, num_open),
             )
 
-        async def disconnect() -> None:
-            await self._sender.close()
-            await self._client.aclose()
-
-        await to_the_end(disconnect())
+        await to_the_end(self._sender.close())
 
 
 def _num_bytes(value: int, *, field: str) -> int:

@@ -14,15 +14,13 @@ from turnstream.errors import (
     UnavailableError,
 )
 from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase, reason_of
+from turnstream.generator.requests import NextTask, open_task
 from turnstream.generator.transport.store_calls import StoreCalls
-from turnstream.store.client.scripts import Command
 from turnstream.store.run.tasks import (
     NoTask,
     OfferedTask,
     Refill,
     TakenTask,
-    next_task_command,
-    open_task_command,
     parse_offer,
     parse_task,
     tasks_to_pass,
@@ -147,8 +145,8 @@ class WorkQueue:
         num_lost = 0
         while True:
             passed = tasks_to_pass(random.random(), num_lost=num_lost)  # noqa: S311
-            command = next_task_command(run, refills_only=refills_only, num_passed=passed)
-            found = await self._open_next(run, calls, command, refills_only=refills_only)
+            offer = NextTask(run, refills_only=refills_only, num_passed=passed)
+            found = await self._open_next(calls, offer)
             if isinstance(found, TakenTask):
                 if found.epochs and (accepted := accept(found)) is not None:
                     return accepted
@@ -160,22 +158,20 @@ class WorkQueue:
                 return found
             await calls.wait_until_woken(run, found.wake_id)
 
-    async def _open_next(
-        self, run: str, calls: StoreCalls, offer: Command, *, refills_only: bool
-    ) -> TakenTask | NoTask:
+    async def _open_next(self, calls: StoreCalls, offer: NextTask) -> TakenTask | NoTask:
         """Open the offered task; first one whose opening had no answer, since it may be open."""
-        task = self._pop_unanswered(refills_only=refills_only)
+        task = self._pop_unanswered(refills_only=offer.refills_only)
         is_fresh = task is None
         if task is None:
-            found = parse_offer(await calls.run(offer))
+            found = parse_offer(await calls.reply(offer))
             if isinstance(found, NoTask):
                 return found
             task = found
         try:
-            command = open_task_command(
-                run, task, writer=self._writer, is_exclusive=self._is_exclusive
+            opening = open_task(
+                offer.run, task, writer=self._writer, is_exclusive=self._is_exclusive
             )
-            reply = await calls.run(command)
+            reply = await calls.reply(opening)
         except (ConflictError, EndOfRunError) as error:
             if is_fresh and isinstance(error, ConflictError):
                 raise

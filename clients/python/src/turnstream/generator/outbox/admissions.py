@@ -9,14 +9,15 @@ from functools import partial
 from typing import Any, Final
 
 from turnstream.errors import NotReadyError, TurnstreamError, WaitReason
-from turnstream.generator.outbox.calls import Call, admission_command
+from turnstream.generator.outbox.calls import Call, opening
 from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane
+from turnstream.generator.requests import ReadWaits
 from turnstream.records.events import encode_event
 from turnstream.store.client.replies import Refusal, parse_refusal
 from turnstream.store.waits.awaited import admission_awaited
-from turnstream.store.waits.read_waits import parse_waits, waits_command
+from turnstream.store.waits.read_waits import parse_waits
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.store.waits.wait_snapshot import WaitSnapshot
 from turnstream.types import GroupOpened, TrajectoryKey
@@ -102,7 +103,7 @@ class Admissions:
         self._queues.admissions.clear()
         return [
             Call(
-                admission_command(self._tracker.run, self._tracker.writer, each),
+                opening(self._tracker.run, self._tracker.writer, each),
                 partial(self._granted, each),
                 partial(self._refuse, each),
                 partial(self._put_back, each),
@@ -181,8 +182,8 @@ class Admissions:
         is_old = self._asked_s is None or now_s - self._asked_s >= ASKS_EVERY_S
         if not (is_full and is_old) and self.asks_in_s(now_s) != 0:
             return []
-        command = waits_command(self._tracker.run)
-        return [Call(command, self._answered, self._not_answered, is_write=False)]
+        request = ReadWaits(self._tracker.run)
+        return [Call(request, self._answered, self._not_answered, is_write=False)]
 
     def _answered(self, answer: Any, now_s: float) -> None:
         self.waits, self._asked_s = None, now_s

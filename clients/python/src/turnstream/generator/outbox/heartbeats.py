@@ -11,9 +11,10 @@ from typing import Any
 from turnstream.errors import RunNotFoundError, TurnstreamError
 from turnstream.generator.outbox.calls import Call, TargetRun
 from turnstream.generator.outbox.trajectory_queue import Lane
+from turnstream.generator.requests import Lease, RenewLeases, Reservation, Reserve
 from turnstream.store.client.replies import Refusal, parse_refusal
-from turnstream.store.run.budget import reserve_command, with_block
-from turnstream.store.run.leases import MAX_HEARTBEATS, heartbeat_command
+from turnstream.store.run.budget import with_block
+from turnstream.store.run.leases import MAX_HEARTBEATS
 
 BEATS_PER_LEASE = 3
 """Two of them may be lost before a lease ends."""
@@ -74,9 +75,9 @@ class Heartbeats:
         return [self._call(lanes, now_s) for lanes in _in_parts(self._open, MAX_HEARTBEATS)]
 
     def _call(self, lanes: Sequence[Lane], sent_s: float) -> Call:
-        leases = [(lane.trajectory_id, lane.epoch) for lane in lanes]
+        leases = [Lease(lane.trajectory_id, lane.epoch) for lane in lanes]
         return Call(
-            heartbeat_command(self._target.run, leases, writer=self._writer),
+            RenewLeases(self._target.run, self._writer, leases),
             partial(self._renewed, lanes, sent_s),
             partial(self._not_renewed, lanes),
             self.failed,
@@ -165,7 +166,7 @@ class Reservations:
 
     def _call(self, lanes: Sequence[Lane]) -> Call:
         wanted = [
-            (
+            Reservation(
                 lane.trajectory_id,
                 lane.epoch,
                 lane.num_bytes if lane.is_ending else with_block(lane.num_bytes),
@@ -173,7 +174,7 @@ class Reservations:
             for lane in lanes
         ]
         return Call(
-            reserve_command(self._target.run, wanted, writer=self._writer),
+            Reserve(self._target.run, self._writer, wanted),
             partial(self._reserved, lanes),
             self._refused,
             partial(self._failed, lanes),

@@ -26,14 +26,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from redis.exceptions import NoScriptError, ResponseError
 
 from turnstream.errors import StoreUnavailableError, TurnstreamError
 from turnstream.generator.encode.encoder import DraftedGroup, SealMaker, TurnRecord
 from turnstream.generator.outbox.admissions import Admissions
-from turnstream.generator.outbox.calls import Call, Round, TargetRun
+from turnstream.generator.outbox.calls import Answers, Call, Round, StoreProcess, TargetRun
 from turnstream.generator.outbox.inflight import InflightCounts, PublisherStatistics
 from turnstream.generator.outbox.outage import Outage, first_of
 from turnstream.generator.outbox.outbox_waits import WaitMessages
@@ -91,9 +90,9 @@ class Outbox:
         self.admission_timeout_s = admission_timeout_s
         self.outage = Outage(timeout_s, jitter=jitter, address=address)
         self.why = WaitMessages(self.tracker, self.admissions, self.outage)
-        self._incarnation: bytes | None = None
+        self._process = ""
         self._round: Round | None = None
-        self._scripts_known = False
+        self._is_connected = False
         self._syncs_each_write = False
         self._was_aborted = False
 
@@ -199,7 +198,7 @@ class Outbox:
         if self._round is not None or self.outage.pause_s(now_s) > 0:
             return None
         self.outage.sent_s = self.outage.progress_s = now_s
-        is_known = self._scripts_known or self._resend_buffer.is_settled
+        is_known = self._is_connected or self._resend_buffer.is_settled
         if not is_known or not (self.target.is_found or self._queues.is_empty):
             return self._empty_round()  # acknowledged writes must be restored first
         calls = self._take_calls(now_s)
@@ -207,7 +206,7 @@ class Outbox:
             return self._empty_round() if self._resend_buffer.pause_s(now_s) == 0 else None
         self._round = Round(
             calls,
-            loads_scripts=not self._scripts_known,
+            is_first=not self._is_connected,
             is_grouped=self._syncs_each_write and not self._was_aborted and len(calls) > 1,
         )
         self.outage.num_calls = len(calls)
@@ -219,13 +218,12 @@ class Outbox:
         A slow link may need longer for a round than a lease lasts.
         """
         calls = self.tracker.heartbeats.take(now_s) if self.has_round else []
-        return Round(calls, loads_scripts=not self._scripts_known) if calls else None
+        return Round(calls, is_first=not self._is_connected) if calls else None
 
-    def beats_answered(self, sent: Round, *, replies: Sequence[Any], sent_s: float) -> None:
+    def beats_answered(self, answers: Answers, *, sent_s: float) -> None:
         """The store answered heartbeats that were sent beside a round; a refusal says nothing."""
-        answers = [answer for _, answer in sent.answers(replies)]
-        if not any(isinstance(answer, ResponseError) for answer in answers):
-            self.tracker.heartbeats.renewed_meanwhile(answers, sent_s=sent_s)
+        if not any(isinstance(answer, ResponseError) for answer in answers.values):
+            self.tracker.heartbeats.renewed_meanwhile(answers.values, sent_s=sent_s)
 
     def _take_calls(self, now_s: float) -> list[Call]:
         """Return the calls to send now, first to last.
@@ -267,7 +265,7 @@ class Outbox:
 
     def _empty_round(self) -> Round:
         """Return a round without calls, which finds the server instance and the id of the run."""
-        self._round = Round((), loads_scripts=True, pointer=self.target.pointer)
+        self._round = Round((), is_first=True, sought=self.target.sought)
         self.outage.num_calls = 0
         return self._round
 
@@ -284,17 +282,18 @@ class Outbox:
         """Return the seconds until `next_round` is to be called again, for a round or a warning."""
         return first_of(self.pause_s(now_s), self.why.warns_in_s(now_s))
 
-    def answered(self, sent: Round, *, replies: Sequence[Any], now_s: float) -> None:
-        """The store answered the round; `replies` holds values and ResponseErrors."""
+    def answered(self, sent: Round, answers: Answers, *, now_s: float) -> None:
+        """The store answered the round."""
         if not self._ends(sent):
             return
         self.outage.answered_s = now_s
         back: list[Call] = []
-        trouble = "" if sent.calls else sent.trouble(replies)
-        is_new, self._scripts_known = not self._scripts_known, not parse_refusal(trouble).is_passing
-        if sent.loads_scripts and self._scripts_known:
-            self._compare_server(sent, replies, is_new=is_new)
-        for call, answer in sent.answers(replies):
+        trouble = "" if sent.calls else answers.trouble
+        is_new, self._is_connected = not self._is_connected, not parse_refusal(trouble).is_passing
+        if answers.store is not None and self._is_connected:
+            self._compare_process(answers.store, is_new=is_new)
+            self._find_run(answers.run)
+        for call, answer in zip(sent.calls, answers.values, strict=True):
             if not isinstance(answer, ResponseError):
                 call.accept(answer, now_s)
                 continue
@@ -303,16 +302,16 @@ class Outbox:
             if is_unknown or refused.is_passing:
                 back.append(call)
                 # A server without the scripts gets them at once, but only once.
-                is_loading = is_unknown and not sent.loads_scripts
+                is_loading = is_unknown and not sent.is_first
                 trouble = trouble or ("" if is_loading else f"{refused.code} {refused.message}")
-                self._scripts_known = self._scripts_known and not is_unknown
+                self._is_connected = self._is_connected and not is_unknown
             else:
                 call.refuse(refused, now_s)
         self.inflight.add("num_retries", len(back))
         _put_back(back)
         # A full store refuses a transaction with one append in it; single calls free memory.
-        self._was_aborted = sent.is_aborted(replies) or (self._was_aborted and bool(trouble))
-        if self._scripts_known:
+        self._was_aborted = answers.is_aborted or (self._was_aborted and bool(trouble))
+        if self._is_connected:
             self._resend_buffer.prove(self.outage.sent_s)
         if trouble:
             self._back_off(trouble, now_s, since_s=now_s)
@@ -325,7 +324,7 @@ class Outbox:
             return
         self.inflight.add("num_retries", len(sent.calls) or 1)
         _put_back(sent.calls)
-        self._scripts_known = False
+        self._is_connected = False
         reason = translate(error)
         if isinstance(reason, StoreUnavailableError):
             is_silent = is_silence(error)
@@ -333,21 +332,24 @@ class Outbox:
         else:
             self.fail_all(reason)
 
-    def _compare_server(self, sent: Round, replies: Sequence[Any], *, is_new: bool) -> None:
-        """Compare the server instance with the last one; another may have lost acknowledged writes.
+    def _compare_process(self, store: StoreProcess, *, is_new: bool) -> None:
+        """Compare the process with the last one; another may have lost acknowledged writes.
 
-        A server without a readable run id counts as another one after every new connection.
+        One that does not say its name counts as another one after every new connection.
         """
-        settings = sent.settings(replies)
-        is_synced = settings is not None and settings.get("appendfsync") == "always"
-        self._syncs_each_write = is_synced or settings is None
-        self._resend_buffer.is_needed = not is_synced
-        known, self._incarnation = self._incarnation, sent.incarnation(replies)
-        is_same = known == self._incarnation and (known is not None or not is_new)
+        self._syncs_each_write = store.syncs_each_write is not False
+        self._resend_buffer.is_needed = not store.syncs_each_write
+        known, self._process = self._process, store.name
+        is_same = known == self._process and bool(known or not is_new)
         if not is_same and not self._resend_buffer.is_settled:
-            self.tracker.resend(is_other=known is not None or self._incarnation is None)
-        if sent.pointer and (error := self.target.answered(replies[-1])):
-            self.fail_all(error)
+            self.tracker.resend(is_other=bool(known) or not self._process)
+
+    def _find_run(self, found: str | TurnstreamError | None) -> None:
+        """Keep to the run that was found; fail all writes if it was not read."""
+        if isinstance(found, TurnstreamError):
+            self.fail_all(found)
+        elif isinstance(found, str):
+            self.target.found(found)
 
     def fail_all(self, error: TurnstreamError) -> None:
         """Fail everything that is not acknowledged."""
@@ -361,7 +363,7 @@ class Outbox:
     def _end_all(self, error_of: Callable[[Lane | Admission | str], TurnstreamError]) -> None:
         if self._round is not None:
             _put_back(self._round.calls)
-            self._scripts_known = not self._ends(self._round)
+            self._is_connected = not self._ends(self._round)
         self.admissions.woken()
         self.tracker.fail_all(error_of)
 

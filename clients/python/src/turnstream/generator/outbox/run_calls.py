@@ -14,10 +14,10 @@ from turnstream.generator.outbox.calls import Call
 from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
 from turnstream.generator.outbox.trajectory_queue import RewardPost, RunCall
+from turnstream.generator.requests import CloseRun, PostReward, ReadConfig
 from turnstream.store.client.replies import Refusal
-from turnstream.store.run.configs import parse_config, read_config_command
-from turnstream.store.run.rewards import LEFT, RewardOutcome, addressed, outcome_of
-from turnstream.store.run.runs import close_command
+from turnstream.store.run.configs import parse_config
+from turnstream.store.run.rewards import LEFT, RewardOutcome, outcome_of
 from turnstream.types import DeclaredColumn
 
 _REPOST_EVERY_S: Final = 0.5
@@ -52,7 +52,7 @@ class RunCalls:
         taken = list(self._queue)
         self._queue.clear()
         return [
-            Call(each.command(), each.accept, each.refuse, partial(self._queue.appendleft, each))
+            Call(each.request(), each.accept, each.refuse, partial(self._queue.appendleft, each))
             for each in taken
         ]
 
@@ -73,7 +73,7 @@ class RunCalls:
             self._tracker.resend_buffer.keep(call, now_s=now_s)
 
         call = RunCall(
-            lambda: close_command(self._tracker.run, reason),
+            lambda: CloseRun(self._tracker.run, reason),
             closed,
             partial(_refuse, receipt),
             receipt,
@@ -84,7 +84,7 @@ class RunCalls:
     def learn_columns(self, receipt: Delivery) -> None:
         """Read what the run declares."""
         call = RunCall(
-            lambda: read_config_command(self._tracker.run),
+            lambda: ReadConfig(self._tracker.run),
             partial(self._accept_config, receipt),
             partial(_refuse, receipt),
             receipt,
@@ -95,11 +95,11 @@ class RunCalls:
     def post_reward(self, post: RewardPost) -> None:
         """Post a reward; the answer settles its receipt."""
         call = RunCall(
-            lambda: addressed(post.command, self._tracker.run),
+            lambda: PostReward(self._tracker.run, post.trajectory_id, post.record),
             lambda answer, now_s: self._accept_reward(call, post, answer, now_s),
             lambda refused, now_s: self._refuse_reward(call, post, refused.error, now_s),
             post.receipt,
-            f"the reward of {post.name}",
+            f"the reward of {post.trajectory_id}",
         )
         self._queue.append(call)
 
@@ -118,7 +118,7 @@ class RunCalls:
         if not before:
             _settle_once(post.receipt)
         elif outcome == RewardOutcome.LATE != before and answer != LEFT:
-            error = RejectedError(f"the group of {post.name} went on without it")
+            error = RejectedError(f"the group of {post.trajectory_id} went on without it")
             self._tracker.lose("a reward", error)
 
     def _refuse_reward(

@@ -14,11 +14,9 @@ from turnstream.generator.outbox.calls import (
     MAX_ROUND_BYTES,
     Call,
     TargetRun,
-    abandon_command,
-    note_command,
     num_sendable,
-    payload_command,
-    seals_command,
+    payload,
+    seals_of,
 )
 from turnstream.generator.outbox.heartbeats import Heartbeats, Reservations
 from turnstream.generator.outbox.inflight import InflightCounts
@@ -36,10 +34,9 @@ from turnstream.generator.outbox.resend import (
     why_refused,
 )
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane, Queues, RunCall
+from turnstream.generator.requests import Abandon, Adopt, CountConflict
 from turnstream.store.client import keys
 from turnstream.store.client.replies import Refusal, parse_refusal
-from turnstream.store.client.scripts import Command
-from turnstream.store.run.leases import adopt_command
 from turnstream.types import TrajectoryKey
 from turnstream.types.names import few_of
 
@@ -207,7 +204,13 @@ class TrajectoryTracker:
         queues = self.queues
         calls = [
             Call(
-                abandon_command(self.run, self.writer, lane),
+                Abandon(
+                    self.run,
+                    self.writer,
+                    lane.trajectory_id,
+                    lane.epoch,
+                    lane.abandon_reason or "",
+                ),
                 partial(self._abandoned, lane),
                 partial(self.refuse, [lane]),
                 partial(queues.abandons.appendleft, lane),
@@ -216,7 +219,7 @@ class TrajectoryTracker:
         ]
         if lanes := queues.take_seals():
             posting = Call(
-                seals_command(self.run, self.writer, lanes),
+                seals_of(self.run, self.writer, lanes),
                 partial(self._posted, lanes),
                 partial(self._not_posted, lanes),
                 lambda: queues.seals.extendleft(reversed(lanes)),
@@ -235,7 +238,7 @@ class TrajectoryTracker:
             if seals and lane.seal is not None:
                 lane.seal_record = lane.seal(lane.epoch)
             storing = Call(
-                payload_command(self.run, self.writer, lane, num_turns=num_turns, seals=seals),
+                payload(self.run, self.writer, lane, num_turns=num_turns, seals=seals),
                 partial(self._stored, lane, num_turns, seals),
                 partial(self.refuse, [lane]),
                 partial(self.queues.put_back_payload, lane),
@@ -261,10 +264,10 @@ class TrajectoryTracker:
             self.refuse([lane], refused, now_s)
             self.resend_buffer.keep(Adopted(lane), now_s=now_s)
 
-        def command() -> Command:
-            return adopt_command(self.run, lane.trajectory_id, writer=self.writer)
+        def request() -> Adopt:
+            return Adopt(self.run, self.writer, lane.trajectory_id)
 
-        self.queues.of_run.append(RunCall(command, accept, refuse))
+        self.queues.of_run.append(RunCall(request, accept, refuse))
 
     def resend(self, *, is_other: bool) -> None:
         """Return all kept writes to the queues, before everything that waits.
@@ -375,7 +378,7 @@ class TrajectoryTracker:
     def _count_conflict(self, lane: Lane, error: TurnstreamError) -> None:
         if isinstance(error, ConflictError):
             note = RunCall(
-                lambda: note_command(self.run, lane.trajectory_id, str(error)),
+                lambda: CountConflict(self.run, lane.trajectory_id, str(error)),
                 lambda _, __: None,
                 lambda refused, _: _logger.warning(
                     "run %s: a conflict is not counted: %s", self.run, refused.error

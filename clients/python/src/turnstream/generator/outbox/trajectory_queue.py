@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 from turnstream.errors import TurnstreamError
 from turnstream.generator.encode.encoder import SealMaker, TurnRecord
 from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.requests import ScriptRequest
 from turnstream.store.client.replies import Refusal
-from turnstream.store.client.scripts import Command
 from turnstream.store.run.budget import FIRST_BYTES
 from turnstream.types import GroupOpened, TrajectoryKey
 
@@ -123,14 +123,14 @@ class RunCall:
     """A call for which no other call waits.
 
     Attributes:
-        command: returns the call, once the id of the run is known.
+        request: returns the request, once the id of the run is known.
         accept: handles an answer, and the time.
         refuse: handles a refusal, and the time.
         receipt: receipt of the first answer.
         what: the call in words, for errors.
     """
 
-    command: Callable[[], Command]
+    request: Callable[[], ScriptRequest]
     accept: Callable[[Any, float], None]
     refuse: Callable[[Refusal, float], None]
     receipt: Delivery | None = None
@@ -142,20 +142,18 @@ class RewardPost:
     """A reward that is posted for a trajectory of any generator.
 
     Attributes:
+        trajectory_id: the trajectory.
+        record: the encoded reward.
         receipt: receipt of the first answer.
         outcome: the last answer.
         until_s: until when it is posted again, if a restarted store lacks the trajectory.
     """
 
-    command: Command
+    trajectory_id: str
+    record: bytes
     receipt: Delivery
     outcome: str = ""
     until_s: float | None = None
-
-    @property
-    def name(self) -> str:
-        """Return the name of the trajectory."""
-        return str(self.command.args[0])
 
 
 class Queues:

@@ -11,8 +11,8 @@ from typing import Final
 from redis.exceptions import RedisError
 
 from turnstream.generator.outbox.outbox import Outbox
+from turnstream.generator.transport.transport import Link
 from turnstream.store.client.cancellation import cancel_all, to_the_end
-from turnstream.store.client.connection import AsyncLink
 
 LEAST_PAUSE_S: Final = 0.1
 """A third of the shortest lease."""
@@ -23,7 +23,7 @@ async def renewing(
     outbox: Outbox,
     lock: threading.Lock,
     *,
-    connect: Callable[[], AsyncLink],
+    connect: Callable[[], Link],
     now: Callable[[], float],
 ) -> AsyncGenerator[None]:
     """Send heartbeats that get due within the block over a connection of their own.
@@ -62,7 +62,7 @@ async def _renew(
     outbox: Outbox,
     lock: threading.Lock,
     *,
-    connect: Callable[[], AsyncLink],
+    connect: Callable[[], Link],
     now: Callable[[], float],
 ) -> None:
     """Send heartbeats whenever they are due, while a trajectory is open."""
@@ -74,9 +74,9 @@ async def _renew(
                 sent = outbox.next_beats(sent_s)
             if sent is not None:
                 with contextlib.suppress(RedisError, OSError):
-                    replies = await link.exchange(sent.pack(), sent.num_replies)
+                    answers = await link.exchange(sent)
                     with lock:
-                        outbox.beats_answered(sent, replies=replies, sent_s=sent_s)
+                        outbox.beats_answered(answers, sent_s=sent_s)
             with lock:
                 pause_s = outbox.tracker.heartbeats.pause_s(now())
             if pause_s is None:

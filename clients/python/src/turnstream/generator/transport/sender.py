@@ -23,9 +23,8 @@ from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.receipts import AsyncReceipt, Delivery, Receipt
 from turnstream.generator.transport.lease_renewal import renewing
 from turnstream.generator.transport.loop_thread import LoopThread
-from turnstream.store.client import keys
-from turnstream.store.client.cancellation import cancel_all, to_the_end
-from turnstream.store.client.connection import AsyncLink, connect_async
+from turnstream.generator.transport.transport import Link, Transport
+from turnstream.store.client.cancellation import cancel_all
 from turnstream.store.client.deadlines import ANSWER_S, SOCKET_TIMEOUT_S
 from turnstream.store.client.own_process import OwnProcess
 from turnstream.types import DeclaredColumn
@@ -48,7 +47,7 @@ class Sender(Generic[_Receipt]):
     """Owns the tasks and the connections of one publisher, which live in one event loop.
 
     Args:
-        url: address of the store.
+        transport: the way to the store, closed with the sender.
         outbox: its writes.
         receipt_kind: kind of the receipts that callers get.
 
@@ -57,11 +56,11 @@ class Sender(Generic[_Receipt]):
         process: the process that may use it.
     """
 
-    def __init__(self, url: str, outbox: Outbox, receipt_kind: type[_Receipt]) -> None:
+    def __init__(self, transport: Transport, outbox: Outbox, receipt_kind: type[_Receipt]) -> None:
         self.lock = threading.Lock()
         self.process = OwnProcess("a publisher", remedy=_REMEDY)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._url = url
+        self._transport = transport
         self._outbox = outbox
         self._receipt_kind = receipt_kind
         self._is_closed = False
@@ -71,6 +70,7 @@ class Sender(Generic[_Receipt]):
         self._sending: asyncio.Task[None] | None = None
         self._listening: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._learning: AsyncReceipt | None = None
 
     def check_caller(self) -> None:
         """Raise RejectedError in a forked process, or outside the event loop of the first call."""
@@ -123,9 +123,10 @@ class Sender(Generic[_Receipt]):
         """Return the extra columns of the run, which is asked for them once."""
         self.check_caller()
         while (columns := self._outbox.run_calls.extra_columns) is None:
-            receipt = self.loop_receipt()
-            self.put(lambda receipt=receipt: self._outbox.run_calls.learn_columns(receipt))
-            await receipt
+            if self._learning is None or self._learning.is_done:
+                receipt = self._learning = self.loop_receipt()
+                self.put(lambda receipt=receipt: self._outbox.run_calls.learn_columns(receipt))
+            await self._learning
         return columns
 
     async def wait_for_capacity(
@@ -151,6 +152,7 @@ class Sender(Generic[_Receipt]):
         await cancel_all([task for task in (self._sending, self._listening) if task is not None])
         # The traceback of a task names this sender: the cycle would keep its records in memory.
         self._sending = self._listening = None
+        await self._transport.close()
 
     def __reduce__(self) -> NoReturn:
         self.process.refuse_pickle()
@@ -206,7 +208,7 @@ class Sender(Generic[_Receipt]):
         self._notify_waiters()
 
     async def _send_rounds(self) -> None:
-        link = AsyncLink(self._url)
+        link = self._transport.link()
         try:
             while not self._is_closed:
                 await self._exchange(link, await self._next_round())
@@ -253,25 +255,25 @@ class Sender(Generic[_Receipt]):
                 async with asyncio.timeout(wakes_in_s):
                     await self._work.wait()
 
-    async def _exchange(self, link: AsyncLink, sent: Round) -> None:
+    async def _exchange(self, link: Link, sent: Round) -> None:
         self._keep_deadlines()
         beats = renewing(
             self._outbox,
             self.lock,
-            connect=lambda: AsyncLink(self._url),
+            connect=self._transport.link,
             now=lambda: time.monotonic(),
         )
         try:
             async with beats:
-                replies = await link.exchange(
-                    sent.pack(), sent.num_replies, timeout_s=self._silent_s(), on_sent=self._on_sent
+                answers = await link.exchange(
+                    sent, timeout_s=self._silent_s(), on_sent=self._on_sent
                 )
         except (RedisError, OSError) as error:
             with self.lock:
                 self._outbox.lost(sent, error=error, now_s=time.monotonic())
         else:
             with self.lock:
-                self._outbox.answered(sent, replies=replies, now_s=time.monotonic())
+                self._outbox.answered(sent, answers, now_s=time.monotonic())
         finally:
             if self._timer is not None:
                 self._timer.cancel()
@@ -311,22 +313,18 @@ class Sender(Generic[_Receipt]):
 
     async def _listen(self) -> None:
         """Wait on the run's wake stream whenever groups wait for admission."""
-        client = connect_async(self._url, num_retries=0)
-        try:
-            while True:
-                wake_id = await self._next_wake_id()
-                try:
-                    async with asyncio.timeout(ASK_AGAIN_S + ANSWER_S):
-                        block_ms = int(ASK_AGAIN_S * 1000)
-                        wake = keys.run_keys(self._outbox.run).wake
-                        await client.xread({wake: wake_id}, block=block_ms)
-                except (RedisError, OSError):
-                    await asyncio.sleep(LISTEN_AGAIN_S)
-                with self.lock:
-                    self._outbox.admissions.woken()  # whether it has moved or not
-                self._work.set()
-        finally:
-            await to_the_end(client.aclose())
+        while True:
+            wake_id = await self._next_wake_id()
+            try:
+                async with asyncio.timeout(ASK_AGAIN_S + ANSWER_S):
+                    await self._transport.wait_until_woken(
+                        self._outbox.run, wake_id, timeout_s=ASK_AGAIN_S
+                    )
+            except (RedisError, OSError):
+                await asyncio.sleep(LISTEN_AGAIN_S)
+            with self.lock:
+                self._outbox.admissions.woken()  # whether it has moved or not
+            self._work.set()
 
     async def _next_wake_id(self) -> str:
         """Return the id from which to read the wake stream, once a group waits for admission."""
@@ -339,8 +337,8 @@ class Sender(Generic[_Receipt]):
 class ThreadSender(Sender[Receipt]):
     """A sender for threads: its tasks run in the event loop of a daemon thread."""
 
-    def __init__(self, url: str, outbox: Outbox) -> None:
-        super().__init__(url, outbox, Receipt)
+    def __init__(self, transport: Transport, outbox: Outbox) -> None:
+        super().__init__(transport, outbox, Receipt)
         self.thread = LoopThread()
         self._is_woken = False
 

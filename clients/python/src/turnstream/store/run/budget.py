@@ -44,30 +44,36 @@ def with_block(num_bytes: int) -> int:
     return num_bytes + min(max(num_bytes, _LEAST_BLOCK), _LARGEST_BLOCK)
 
 
-def settled_lease(epoch: int, writer: str, *, awaits_reward: bool, num_bytes: int) -> str:
+def settled_lease(epoch: int, writer: str, *, awaits_reward: bool, num_bytes: int | None) -> str:
     """Return lease and size of a sealed trajectory for the script post_sealed.
+
+    Without its size, the reservation of the trajectory stays.
 
     >>> settled_lease(2, "gpu7", awaits_reward=True, num_bytes=500)
     '2:awaits/500:gpu7'
+    >>> settled_lease(2, "gpu7", awaits_reward=False, num_bytes=None)
+    '2::gpu7'
     """
-    words = f"{epoch}:{'awaits' if awaits_reward else ''}/{num_bytes}"
+    size = "" if num_bytes is None else f"/{num_bytes}"
+    words = f"{epoch}:{'awaits' if awaits_reward else ''}{size}"
     return f"{words}:{writer}" if writer else words
 
 
 def lease_of_seal(epoch: int, writer: str, seal: bytes) -> str:
-    """Return the same for a stored seal, whose writer is gone.
+    """Return the same for a stored seal, whose writer is gone."""
+    awaits_reward, num_bytes = facts_of_seal(seal)
+    return settled_lease(epoch, writer, awaits_reward=awaits_reward, num_bytes=num_bytes)
 
-    An unreadable seal is posted as it is, so that the planner rejects it; its reservation stays.
+
+def facts_of_seal(seal: bytes) -> tuple[bool, int | None]:
+    """Return whether a stored seal awaits a reward, and the bytes of all records.
+
+    An unreadable seal has no size. It is posted as it is, so that the planner rejects it.
     """
     try:
         event = decode_event(seal)
     except RecordError:
         event = None
     if not isinstance(event, SealedTrajectory):
-        return f"{epoch}::{writer}"
-    return settled_lease(
-        epoch,
-        writer,
-        awaits_reward=event.awaits_reward,
-        num_bytes=event.num_payload_bytes + len(seal),
-    )
+        return False, None
+    return event.awaits_reward, event.num_payload_bytes + len(seal)

@@ -87,11 +87,11 @@ def most_attempts(group: GroupOpened) -> int:
     return max(1, min(ATTEMPT_LIMIT, most_samples(group.group_id) // group.num_samples))
 
 
-def read_group_command(run: str, group: GroupOpened) -> Command:
+def read_group_command(run: str, group_id: str, num_samples: int) -> Command:
     """Return the call that reads how far the samples of a group are; nothing is sent."""
     names = keys.run_keys(run)
     where = (names.frontier, names.groups, names.ledger, names.over)
-    return _READ_GROUP(where, keys.encode_name(group.group_id), group.num_samples)
+    return _READ_GROUP(where, keys.encode_name(group_id), num_samples)
 
 
 def parse_unfinished(reply: Sequence[bytes], *, num_samples: int) -> Unfinished:

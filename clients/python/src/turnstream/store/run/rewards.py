@@ -84,13 +84,25 @@ def reward_command(
 ) -> Command:
     """Return the call that posts a reward; nothing is sent."""
     checked_setting(run, field="run")
+    return post_reward_command(run, *encode_reward(key, reward, reward_components))
+
+
+def encode_reward(
+    key: TrajectoryKey, reward: float | None, reward_components: Mapping[str, float] | None
+) -> tuple[str, bytes]:
+    """Return the id of a trajectory, and the record of its reward. Errors as of `post_reward`."""
     components = named_numbers(reward_components, field="reward_components")
     if reward is None and not components:
         raise InvalidTurnError("reward", "there is none, and no component")
     outcome = None if reward is None else finite_number(reward, field="reward")
     name = _trajectory_id(key)
-    record = encode_event(RewardPosted(key=key, reward=outcome, reward_components=components))
-    return POST_REWARD(keys.run_keys(run).of_post_reward, name, record[-4:].hex(), record)
+    posted = RewardPosted(key=key, reward=outcome, reward_components=components)
+    return name, encode_event(posted)
+
+
+def post_reward_command(run: str, trajectory_id: str, record: bytes) -> Command:
+    """Return the call that posts an encoded reward; nothing is sent."""
+    return POST_REWARD(keys.run_keys(run).of_post_reward, trajectory_id, record[-4:].hex(), record)
 
 
 def addressed(command: Command, run: str) -> Command:

@@ -10,14 +10,13 @@ import redis
 
 from turnstream.batching.config.values import LARGEST_GROUP
 from turnstream.errors import InvalidTurnError
-from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run
 from turnstream.store.client.scripts import Command, Script, run_command
 from turnstream.store.client.stored_values import parsed_number, reading
 from turnstream.store.run.configs import read_revisions
-from turnstream.store.run.groups import OPEN_GROUP, group_size, most_samples
+from turnstream.store.run.groups import most_samples
 from turnstream.types import GroupOpened, TrajectoryKey
 from turnstream.types.names import checked_text, shown
 from turnstream.types.scalars import whole_number
@@ -273,24 +272,6 @@ def parse_offer(reply: Sequence[Any]) -> OfferedTask | NoTask:
         number=int(number),
         payload=payload,
         trajectory_ids=(refill.decode(),) if refill else tuple(samples),
-    )
-
-
-def open_task_command(
-    run: str, task: OfferedTask, *, writer: str, is_exclusive: bool = False
-) -> Command:
-    """Return the call that opens an offered task for a writer; nothing is sent.
-
-    If it is exclusive, the task is opened by one call only. Else a repeat by the same writer has
-    the same reply.
-    """
-    return OPEN_GROUP(
-        keys.run_keys(run).of_open_group,
-        keys.encode_name(task.group.group_id),
-        group_size(task.group, is_exclusive=is_exclusive, prompt_number=task.number),
-        writer,
-        encode_event(task.group),
-        *task.trajectory_ids,
     )
 
 

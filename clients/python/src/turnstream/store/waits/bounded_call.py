@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Final
 
 import redis
-import redis.asyncio
 
 from turnstream.errors import (
     StoreFullError,
@@ -18,11 +17,11 @@ from turnstream.errors import (
     WaitKind,
     WaitReason,
 )
-from turnstream.store.client.connection import MAX_BLOCK_S, address_of_client, limited_client
+from turnstream.store.client.connection import MAX_BLOCK_S, limited_client
 from turnstream.store.client.deadlines import ANSWER_S, is_silence
 from turnstream.store.client.replies import translating
 from turnstream.store.waits.awaited import store_away, store_full, store_silent
-from turnstream.store.waits.read_waits import read_waits, read_waits_async
+from turnstream.store.waits.read_waits import read_waits
 from turnstream.store.waits.wait_snapshot import WaitSnapshot
 
 _LEAST_S: Final = 0.001  # a socket with a timeout of 0 would not wait at all
@@ -32,7 +31,7 @@ class StoreWait:
     """A wait for the store in several calls, with one deadline.
 
     Args:
-        client: client of the store.
+        address: address of the store, for messages.
         kind: the awaited thing, for programs; None for a call without a wait.
         what: the same for people, as in "run 'maze': no task".
         wait_s: length of the wait. A call that was sent before the deadline has ANSWER_S more for
@@ -42,14 +41,14 @@ class StoreWait:
 
     def __init__(
         self,
-        client: redis.Redis | redis.asyncio.Redis,
+        address: str,
         kind: WaitKind | None,
         what: str,
         *,
         wait_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._address = address_of_client(client)
+        self._address = address
         self._kind = kind
         self._what = what
         self.wait_s = wait_s
@@ -101,13 +100,6 @@ class StoreWait:
         """Return the state of the run; None if the store does not return it in time."""
         with self._limited(client) as limited:
             return read_waits(limited, run)
-
-    async def read_waits_async(self, client: redis.asyncio.Redis, run: str) -> WaitSnapshot | None:
-        """The same as `read_waits`, for asyncio."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._last_s - self._clock()):
-                return await read_waits_async(client, run)
-        return None
 
     def _limited(self, client: redis.Redis) -> redis.Redis:
         left_s = max(_LEAST_S, self._last_s - self._clock())

@@ -8,6 +8,7 @@ import redis
 
 from turnstream.errors import NotReadyError, WaitKind
 from turnstream.store.client import keys
+from turnstream.store.client.connection import address_of_client
 from turnstream.store.client.run_ids import find_run
 from turnstream.store.run.runs import newest_version
 from turnstream.store.waits.awaited import no_version
@@ -25,7 +26,7 @@ def wait_for_version(
         StoreUnavailableError: the store cannot be reached, or did not answer by then.
     """
     what = f"run {run!r}: no version above {above}"
-    wait = StoreWait(client, WaitKind.NO_VERSION, what, wait_s=timeout_s)
+    wait = StoreWait(address_of_client(client), WaitKind.NO_VERSION, what, wait_s=timeout_s)
     with wait.bounded(client) as limited:
         run = find_run(limited, run)
     # The entry of version v has the id <v + 1>-0: newer versions have later ids.

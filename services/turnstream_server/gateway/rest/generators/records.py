@@ -1,4 +1,4 @@
-"""Checks of the records in commands: each can be decoded, and belongs where it is written.
+"""Checks of the records of a generator: each can be decoded, and belongs where it is written.
 
 The SDK makes the same checks before it encodes a record. A program without the SDK may not.
 """

@@ -1,35 +1,37 @@
-"""Connections to the store for commands of other programs, each to one process of the store."""
+"""Connections to the store for the calls of generators, each to one process of the store."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from turnstream.generator.outbox.calls import StoreProcess
+from turnstream.generator.requests import SCRIPTS, SINGLE_SCRIPTS
+from turnstream.generator.transport.redis_transport import first_words, parse_process
 from turnstream.store.client.connection import AsyncLink
 from turnstream.store.client.scripts import pack
 
 _WAIT_S: Final = 5.0
 """Longest wait for a free connection. The caller may have timed out by then."""
 
-_RUN_ID: Final = re.compile(rb"\brun_id:(\w+)")
+_FIRST_WORDS: Final = first_words((*SCRIPTS, *SINGLE_SCRIPTS))
 
 
 class StoreLink(NamedTuple):
     """A connection.
 
     Attributes:
-        link: the connection, which never connects again on its own.
-        instance: name of the store's process that it reaches.
+        link: the connection, which knows the scripts and never connects again on its own.
+        process: process of the store that it reaches.
     """
 
     link: AsyncLink
-    instance: str
+    process: StoreProcess
 
 
 class StoreLinks:
@@ -110,16 +112,14 @@ class StoreLinks:
     async def _opened(self) -> StoreLink:
         link = AsyncLink(self._url)
         try:
-            (facts,) = await link.exchange(pack([("INFO", "server")]), 1)
+            replies = await link.exchange(pack(_FIRST_WORDS), len(_FIRST_WORDS))
+            _check_loaded(replies[:-2])
         except BaseException:
             await link.close()
             raise
-        return StoreLink(link, self._name_in(facts))
-
-    def _name_in(self, facts: Any) -> str:
-        """Return the name of a process; if the store does not say it, one until the next loss."""
-        found = _RUN_ID.search(facts) if isinstance(facts, bytes) else None
-        return found[1].decode() if found else self._unnamed
+        process = parse_process(*replies[-2:])
+        # A store that does not say its name has one until the next loss.
+        return StoreLink(link, process if process.name else process._replace(name=self._unnamed))
 
     async def _drop_idle(self) -> None:
         """End all idle connections: they may lead to a process that is gone."""
@@ -127,6 +127,12 @@ class StoreLinks:
         self._unnamed = _new_name()
         for each in idle:
             await each.link.close()
+
+
+def _check_loaded(replies: Sequence[Any]) -> None:
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise RedisConnectionError(f"the store takes no scripts: {reply}")
 
 
 def _new_name() -> str:

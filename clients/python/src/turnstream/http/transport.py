@@ -1,0 +1,275 @@
+"""The way of a publisher to a store behind a gateway: `POST /v1/calls`.
+
+A connection to a store ends when the store is restarted, which a publisher must notice. An HTTP
+connection may outlast it. So each answer names the process of the store, and the next request of a
+link repeats this name. A gateway that reaches another process refuses the request, which counts as
+a lost connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import ssl
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Final
+
+import httpx2
+from google.protobuf.message import DecodeError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from turnstream.errors import RunNotFoundError
+from turnstream.generator.outbox.calls import Answers, Round, StoreProcess
+from turnstream.generator.requests import ReadTurns, Request, ScriptRequest
+from turnstream.generator.transport.transport import StoredTurns, Transport
+from turnstream.http.messages import MEDIA_TYPE, AwaitWake, call_of, reply_of
+from turnstream.http.problems import error_of
+from turnstream.http.wire_version import HEADER, WIRE_VERSION
+from turnstream.store.client.api_keys import root_certificates, trusting_context
+from turnstream.store.client.backoff import pause_after
+from turnstream.store.client.connection import NUM_RETRIES
+from turnstream.store.client.deadlines import CONNECT_TIMEOUT_S, SOCKET_TIMEOUT_S
+from turnstream.store.client.http_address import parse_http
+from turnstream.store.client.keys import decode_name
+from turnstream.store.client.replies import RefusedRequestError, translate
+from turnstream.store.client.run_ids import is_id, no_such_run
+from turnstream.types.names import RunId
+from turnstream.wire.v1 import calls_pb2 as wire
+
+_PATH: Final = "/v1/calls"
+_PART_BYTES: Final = 1 << 18
+"""Bytes of a body after which its progress is noted."""
+
+_IDLE_S: Final = 60.0
+"""A gateway keeps an idle connection for 75 s; publishers send heartbeats more often."""
+
+_TOO_FAST: Final = 429
+_SILENT: Final = 504
+_PASSING: Final = (408, 421, 425, _TOO_FAST)
+"""Statuses of clients that, like 5xx, are about the way to the store and not about the request."""
+
+_RESTARTED: Final = "store-restarted"
+
+
+class HttpTransport(Transport):
+    """The way of one writer over HTTP.
+
+    Args:
+        url: address of the gateway, with its key.
+        writer: encoded name of the writer.
+    """
+
+    def __init__(self, url: str, *, writer: str) -> None:
+        self._gateway = parse_http(url)
+        self._writer = decode_name(writer)
+        self._http: httpx2.AsyncClient | None = None
+
+    def link(self) -> HttpLink:
+        """Return a new connection for rounds."""
+        return HttpLink(self)
+
+    async def reply(self, request: ScriptRequest) -> Any:
+        """Return the reply of the script of a request."""
+        return await self._reply(request)
+
+    async def find_run(self, name: str) -> str:
+        """Return the id of the run that has this name now."""
+        replies = await self._retried(self.calls(name, ()))
+        return RunId(replies.run)
+
+    async def read_turns(self, request: ReadTurns) -> StoredTurns:
+        """Return the stored records of a trajectory."""
+        records, epoch, is_sealed = await self._reply(request)
+        return StoredTurns(records, epoch, is_sealed=bool(is_sealed))
+
+    async def wait_until_woken(self, run: str, wake_id: str, *, timeout_s: float) -> None:
+        """Return when the run's wake stream is beyond this id, or after `timeout_s`."""
+        await self._reply(AwaitWake(run, wake_id, max(1, int(timeout_s * 1000))))
+
+    async def close(self) -> None:
+        """Disconnect. Safe to repeat."""
+        http, self._http = self._http, None
+        if http is not None:
+            await http.aclose()
+
+    def calls(self, run: str, requests: Sequence[Request | AwaitWake], **fields: Any) -> wire.Calls:
+        """Return the message of requests for one run; "" only asks which store answers."""
+        return wire.Calls(
+            run=run,
+            is_run_id=bool(run) and is_id(run),
+            writer=self._writer,
+            calls=[call_of(each) for each in requests],
+            **fields,
+        )
+
+    async def send(
+        self, calls: wire.Calls, *, timeout_s: float, on_sent: Callable[[], float] | None = None
+    ) -> wire.Replies:
+        """Return the answer to calls, after the pauses that the gateway asks for.
+
+        Raises:
+            RedisError: the gateway or the store is away or silent, or the request is refused.
+        """
+        body = calls.SerializeToString()
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                while True:
+                    content = _parts(body, limit, on_sent)
+                    answer = await self._client().post(_PATH, content=content, headers=_size(body))
+                    if (wait_s := _asked_pause_s(answer, limit)) is None:
+                        return _read(answer, self._gateway.base_url, num_calls=len(calls.calls))
+                    await asyncio.sleep(wait_s)
+        except TimeoutError as error:
+            raise RedisTimeoutError(f"{self._gateway.base_url}: no answer in time") from error
+        except httpx2.TimeoutException as error:
+            raise RedisTimeoutError(self._words(error)) from error
+        except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+            raise RedisConnectionError(self._words(error)) from error
+
+    async def _reply(self, request: Request | AwaitWake) -> Any:
+        replies = await self._retried(self.calls(request.run, [request]))
+        reply = reply_of(replies.replies[0])
+        if isinstance(reply, ResponseError):
+            error = translate(reply)
+            raise no_such_run(request.run) if isinstance(error, RunNotFoundError) else error
+        return reply
+
+    async def _retried(self, calls: wire.Calls) -> wire.Replies:
+        """Return the answer to calls, which are repeated after a lost connection."""
+        for attempt in range(NUM_RETRIES):
+            try:
+                return await self.send(calls, timeout_s=SOCKET_TIMEOUT_S)
+            except RedisConnectionError:
+                await asyncio.sleep(pause_after(attempt + 1))
+        return await self.send(calls, timeout_s=SOCKET_TIMEOUT_S)
+
+    def _client(self) -> httpx2.AsyncClient:
+        if self._http is None:
+            gateway = self._gateway
+            headers = {"Content-Type": MEDIA_TYPE, HEADER: str(WIRE_VERSION)}
+            if gateway.api_key:
+                headers["X-API-Key"] = gateway.api_key
+            is_secure = gateway.base_url.startswith("https")
+            self._http = httpx2.AsyncClient(
+                base_url=gateway.base_url,
+                headers=headers,
+                limits=httpx2.Limits(keepalive_expiry=_IDLE_S),
+                timeout=httpx2.Timeout(SOCKET_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+                verify=trusting_context(root_certificates()) if is_secure else _untrusting(),
+            )
+        return self._http
+
+    def _words(self, error: Exception) -> str:
+        return f"{self._gateway.base_url}: {error}".rstrip(": ") or repr(error)
+
+
+class HttpLink:
+    """Rounds of one publisher to one process of the store, see `Link`."""
+
+    def __init__(self, transport: HttpTransport) -> None:
+        self._transport = transport
+        self._store = ""
+
+    async def exchange(
+        self,
+        sent: Round,
+        *,
+        timeout_s: float = SOCKET_TIMEOUT_S,
+        on_sent: Callable[[], float] | None = None,
+    ) -> Answers:
+        """Return the answers to a round."""
+        requests = [call.request for call in sent.calls]
+        run = requests[0].run if requests else sent.sought
+        store, self._store = "" if sent.is_first else self._store, ""
+        calls = self._transport.calls(run, requests, store=store, is_grouped=sent.is_grouped)
+        replies = await self._transport.send(calls, timeout_s=timeout_s, on_sent=on_sent)
+        self._store = replies.store
+        syncs = replies.syncs_each_write if replies.HasField("syncs_each_write") else None
+        return Answers(
+            [reply_of(each) for each in replies.replies],
+            store=StoreProcess(replies.store, syncs) if sent.is_first else None,
+            run=RunId(replies.run) if sent.sought else None,
+            is_aborted=replies.is_aborted,
+        )
+
+    async def close(self) -> None:
+        """Begin anew with the next round; the transport closes the connections."""
+        self._store = ""
+
+
+async def _parts(
+    body: bytes, limit: asyncio.Timeout, on_sent: Callable[[], float] | None
+) -> AsyncIterator[bytes]:
+    """Yield the parts of a body. After each, the limit is moved, so that a slow link has time."""
+    now_s = asyncio.get_running_loop().time
+    for start in range(0, len(body), _PART_BYTES):
+        yield body[start : start + _PART_BYTES]
+        if on_sent is not None:
+            limit.reschedule(now_s() + on_sent())
+
+
+def _size(body: bytes) -> dict[str, str]:
+    return {"Content-Length": str(len(body))}
+
+
+def _asked_pause_s(answer: httpx2.Response, limit: asyncio.Timeout) -> float | None:
+    """Return the seconds after which a request may be repeated; None if it is not to be."""
+    if answer.status_code != _TOO_FAST:
+        return None
+    text = answer.headers.get("retry-after", "")
+    wait_s = float(text) if text.isdecimal() else 1.0
+    left_s = (limit.when() or math.inf) - asyncio.get_running_loop().time()
+    return max(0.05, wait_s) if wait_s < left_s else None
+
+
+def _read(answer: httpx2.Response, base_url: str, *, num_calls: int) -> wire.Replies:
+    """Return the message of an answer; raise the error of one without replies."""
+    if answer.status_code == 200 and answer.headers.get("content-type") == MEDIA_TYPE:
+        try:
+            replies = wire.Replies.FromString(answer.content)
+        except DecodeError as error:
+            raise RedisConnectionError(f"{base_url}: the answer cannot be read: {error}") from error
+        if len(replies.replies) == num_calls:
+            return replies
+        raise RedisConnectionError(f"{base_url} answered with too few replies")
+    raise _refusal(answer, base_url)
+
+
+def _refusal(answer: httpx2.Response, base_url: str) -> Exception:
+    """Return the error of an answer without replies.
+
+    An outage of the gateway, or behind it, is a lost connection, which is retried. Any other
+    refusal is final.
+    """
+    status, problem = answer.status_code, _problem(answer)
+    detail = str(problem["detail"])
+    if status == _SILENT:
+        return RedisTimeoutError(detail)
+    is_restarted = str(problem.get("type", "")).endswith(f"/{_RESTARTED}")
+    if status >= 500 or status in _PASSING or is_restarted:
+        return RedisConnectionError(detail)
+    if status < 400 or (status in (404, 405) and "type" not in problem):
+        location = answer.headers.get("location", "")
+        detail = f"{base_url} is no gateway of this release: HTTP {status} at {_PATH} {location}"
+    return RefusedRequestError(error_of({**problem, "status": status, "detail": detail.rstrip()}))
+
+
+def _problem(answer: httpx2.Response) -> dict[str, Any]:
+    """Return the problem document of an answer, with a detail."""
+    try:
+        problem = answer.json()
+    except ValueError:
+        problem = None
+    found: dict[str, Any] = problem if isinstance(problem, dict) else {}
+    if not found.get("detail"):
+        found["detail"] = f"HTTP {answer.status_code} {answer.reason_phrase}".strip()
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def _untrusting() -> ssl.SSLContext:
+    """Return a context without any certificate, for addresses without TLS."""
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,0 +1,1 @@
+"""The calls of generators that use the SDK over HTTP."""

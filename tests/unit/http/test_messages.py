@@ -1,0 +1,150 @@
+"""Requests of a generator as messages of the wire, and replies as its values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.exceptions import NoPermissionError, OutOfMemoryError, ResponseError
+
+from turnstream.errors import RecordError
+from turnstream.generator.requests import (
+    Abandon,
+    Adopt,
+    AppendTurns,
+    CloseRun,
+    CountConflict,
+    Lease,
+    ListLapsed,
+    NextTask,
+    OpenGroup,
+    PostedSeal,
+    PostReward,
+    PostSeals,
+    ReadConfig,
+    ReadGroup,
+    ReadTurns,
+    ReadWaits,
+    RenewLeases,
+    Reservation,
+    Reserve,
+)
+from turnstream.http.messages import AwaitWake, call_of, reply_of, request_of, value_of
+from turnstream.records.events import encode_event
+from turnstream.store.client.replies import error_text
+from turnstream.store.run.rewards import encode_reward
+from turnstream.types import GroupOpened, Purpose, TrajectoryKey
+from turnstream.wire.v1 import calls_pb2 as wire
+
+RUN, WRITER = "maze~2", "gpu%207"
+
+_names = st.text("a/ ~\u00e9#", min_size=1, max_size=6)
+_numbers = st.integers(0, 999)
+_epochs = st.integers(0, 2**53 - 1)
+_texts = st.text(max_size=20).filter(lambda text: "\0" not in text)
+_records = st.binary(min_size=1, max_size=20)
+_keys = st.builds(TrajectoryKey, _names, _numbers, _numbers)
+_ids = _keys.map(lambda key: key.trajectory_id)
+
+
+@st.composite
+def _openings(draw: st.DrawFn) -> OpenGroup:
+    group = GroupOpened(
+        group_id=draw(_names),
+        prompt_uid=draw(_texts),
+        num_samples=draw(st.integers(1, 1000)),
+        purpose=draw(st.sampled_from(Purpose)),
+    )
+    members = draw(st.lists(st.tuples(_numbers, _numbers), max_size=3))
+    ids = [TrajectoryKey(group.group_id, *member).trajectory_id for member in members]
+    number, is_again = draw(_epochs), draw(st.booleans())
+    record = encode_event(group)
+    return OpenGroup(RUN, WRITER, group, record, ids, prompt_number=number, is_again=is_again)
+
+
+@st.composite
+def _turns(draw: st.DrawFn) -> AppendTurns:
+    records = draw(st.lists(_records, max_size=3))
+    is_sealed = draw(st.booleans()) and bool(records)
+    name, epoch, first = draw(_ids), draw(_epochs), draw(_numbers)
+    return AppendTurns(RUN, WRITER, name, epoch, draw(st.booleans()), first, records, is_sealed)
+
+
+_requests = st.one_of(
+    _openings(),
+    _turns(),
+    st.builds(
+        PostSeals,
+        st.just(RUN),
+        st.just(WRITER),
+        st.lists(
+            st.builds(PostedSeal, _ids, _epochs, st.booleans(), st.none() | _epochs, _records),
+            max_size=3,
+        ),
+    ),
+    st.builds(Abandon, st.just(RUN), st.just(WRITER), _ids, _epochs, _texts),
+    st.builds(CountConflict, st.just(RUN), _ids, _texts),
+    _keys.map(lambda key: PostReward(RUN, *encode_reward(key, 0.5, {"a": 1.0, "b": 2.0}))),
+    st.builds(CloseRun, st.just(RUN), _texts, st.sampled_from([None, "short", "drop"])),
+    st.builds(
+        RenewLeases,
+        st.just(RUN),
+        st.just(WRITER),
+        st.lists(st.builds(Lease, _ids, _epochs), max_size=3),
+    ),
+    st.builds(
+        Reserve,
+        st.just(RUN),
+        st.just(WRITER),
+        st.lists(st.builds(Reservation, _ids, _epochs, _epochs), max_size=3),
+    ),
+    st.builds(Adopt, st.just(RUN), st.just(WRITER), _ids),
+    st.builds(ReadGroup, st.just(RUN), _names, _numbers),
+    st.builds(NextTask, st.just(RUN), st.booleans(), _numbers),
+    st.builds(ReadTurns, st.just(RUN), _ids),
+    st.builds(AwaitWake, st.just(RUN), _texts, _numbers),
+    st.sampled_from([ReadConfig(RUN), ReadWaits(RUN), ListLapsed(RUN)]),
+)
+
+
+@given(request=_requests)
+def test_request_is_read_as_it_was(request: Any) -> None:
+    data = call_of(request).SerializeToString()
+
+    assert request_of(wire.Call.FromString(data), run=RUN, writer=WRITER) == request
+
+
+def test_call_of_a_later_release_is_refused() -> None:
+    with pytest.raises(RecordError, match="does not know this kind of call"):
+        request_of(wire.Call.FromString(b"\xba\x06\x00"), run=RUN, writer=WRITER)
+
+
+_errors = st.sampled_from(
+    [
+        ResponseError("WAIT [5-0] no capacity"),
+        ResponseError("INVALID a\r\nb"),
+        NoPermissionError("no"),
+        OutOfMemoryError("full"),
+    ]
+)
+_replies = st.recursive(
+    st.none() | st.integers(-(2**63), 2**63 - 1) | st.binary(max_size=40) | _errors,
+    lambda each: st.lists(each, max_size=4),
+    max_leaves=10,
+)
+
+
+def _comparable(reply: Any) -> Any:
+    """Return a reply whose errors are their classes and texts."""
+    if isinstance(reply, list):
+        return [_comparable(each) for each in reply]
+    return (type(reply), error_text(reply)) if isinstance(reply, ResponseError) else reply
+
+
+@given(reply=_replies)
+def test_reply_is_read_as_it_was(reply: Any) -> None:
+    data = value_of(reply).SerializeToString()
+
+    assert _comparable(reply_of(wire.Value.FromString(data))) == _comparable(reply)
