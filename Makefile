@@ -20,6 +20,8 @@ SEEDS ?= 2000
 FIRST ?= 0
 # Of `make fuzz`: the number of damaged runs and requests; SEED= repeats one campaign.
 CASES ?= 2000
+# Of `make mutate`: a file or folder of clients/python/src/turnstream, in batching or worker.
+FILE ?= batching/scoring/tag_statistics.py
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,6 +33,8 @@ NEWEST := $(MAKE) VENV=.venv-newest CONSTRAINTS=
 SDKS := 0.25.0 0.22.7 0.16.1
 PROTO_VENV := .venv-proto
 PROTO_STAMP := $(PROTO_VENV)/.setup-stamp
+MUTMUT := $(CURDIR)/.venv-mutate/bin/mutmut
+MUTMUT_STAMP := .venv-mutate/.setup-stamp
 PYPROJECTS := pyproject.toml clients/python/pyproject.toml
 
 .DEFAULT_GOAL := help
@@ -91,8 +95,16 @@ bench: $(STAMP) ## measure the path, the core and the services, beside their bas
 figures: $(STAMP) ## put what `make bench` measured into docs/benchmarks.md
 	$(BIN)/python benchmarks/page.py
 
-mutate: $(STAMP) ## break the guards of the core and the losses one by one; each must fail a test
-	$(BIN)/python tools/mutate.py
+# mutmut finds the tests of a function by its module, so that the copy has the package in src/. The copy is the only
+# `turnstream` that its Python can import.
+mutate: $(STAMP) $(MUTMUT_STAMP) ## change the code of FILE= in many ways, list what no unit test notices: FILE=batching/scoring
+	rm -rf .mutate && mkdir .mutate && cp -r clients/python/src docs tests tools .mutate
+	sed 's|{file}|$(FILE)|; s|{package}|$(firstword $(subst /, ,$(FILE)))|' pyproject.toml > .mutate/pyproject.toml
+	packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); cd .mutate && \
+	  export PYTHONPATH=$$packages:$(CURDIR)/services HYPOTHESIS_PROFILE=any OMP_NUM_THREADS=1 && \
+	  $(MUTMUT) run && for name in $$($(MUTMUT) results | sed -n 's/: survived//p'); do \
+	    echo "$$name"; $(MUTMUT) show $$name | grep '^[-+] '; done && \
+	  $(MUTMUT) export-cicd-stats && grep -E '"(killed|survived|total|no_tests|timeout)"' mutants/mutmut-cicd-stats.json
 
 simulate: $(STAMP) ## simulated runs from seeds, on the real scripts in memory; SEEDS=2000 FIRST=0, or SEED=; PROCESSES=
 	PYTHONPATH=tests/simulation $(BIN)/python -m simulator --seeds $(SEEDS) --first $(FIRST) \
@@ -129,6 +141,11 @@ $(STAMP): $(DEMO_STAMP)
 	$(PIP) $(PINS) $(PACKAGES) --group dev
 	for release in $(SDKS); do rm -rf .sdk/$$release && \
 	  $(PIP) --no-deps --target .sdk/$$release "tinker==$$release" || exit 1; done
+	@touch $@
+
+$(MUTMUT_STAMP): Makefile
+	$(PYTHON) -m venv .venv-mutate
+	.venv-mutate/bin/python -m pip install -q "mutmut==3.8.1"
 	@touch $@
 
 # The compiler still imports pkg_resources, which setuptools 80 began to drop.

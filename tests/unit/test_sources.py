@@ -1,4 +1,4 @@
-"""Examples in docstrings and documents, mutations and generated code fit the sources."""
+"""Examples in docstrings and documents, links and generated code fit the sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 
 import pytest
-from mutations import MUTATIONS, Mutation
 
 import turnstream
 import turnstream_server
@@ -74,24 +73,6 @@ def test_every_link_of_a_document_leads_to_a_file_and_a_heading() -> None:
             if ":" not in target:
                 assert path.exists(), (page.name, target)
                 assert not anchor or anchor in anchors(path), (page.name, target)
-
-
-@pytest.mark.parametrize("package", sorted({mutation.package for mutation in MUTATIONS}))
-def test_every_guard_that_is_broken_is_in_the_source_once(package: str) -> None:
-    def times(mutation: Mutation) -> int:
-        source = ROOT / "clients/python/src/turnstream" / mutation.path
-        return source.read_text().count(mutation.before)
-
-    stale = [each.name for each in MUTATIONS if each.package == package and times(each) != 1]
-
-    assert not stale
-
-
-def test_every_mutation_changes_something_and_has_a_name_of_its_own() -> None:
-    names = [mutation.name for mutation in MUTATIONS]
-
-    assert [each.name for each in MUTATIONS if each.before == each.after] == []
-    assert sorted(names) == sorted(set(names))
 
 
 def test_the_generated_code_was_made_from_the_proto_files_as_they_are():

@@ -49,6 +49,8 @@ def estimate(estimator: Estimator, rewards: Sequence[float], **options: Any) -> 
         ("grpo", [1, 0, 0, 0], [1.499997, -0.499999, -0.499999, -0.499999]),
         ("rloo", [1, 0, 0, 0], [1, -0.333333, -0.333333, -0.333333]),
         ("grpo_leave_one_out", [1, 0, 0, 0], [1, -0.577349, -0.577349, -0.577349]),
+        ("grpo_leave_one_out", [3, 1, 0], [3.535529, -0.235702, -1.414213]),
+        ("gigpo", [1, 0, 0, 1], [0.866024, -0.866024, -0.866024, 0.866024]),
         ("grpo", [1, 0], [0.707106, -0.707106]),
         ("rloo", [1, 0], [1, -1]),
         ("rloo", [1, 0, 0], [1, -0.5, -0.5]),
@@ -256,12 +258,15 @@ def test_gdpo_compares_each_component_then_the_weighted_sums_over_the_batch() ->
     assert np.concatenate(found).tolist() == pytest.approx(expected.tolist())
 
 
-def test_gdpo_of_one_trajectory_in_all_gives_zero() -> None:
-    group = outcomes([[1, 0]])
+def test_gdpo_of_single_members_has_zero_or_their_whitened_rewards() -> None:
+    weights = {"component_weights": [1.0, 0.5]}
+    groups = [outcomes([[1, 0]]), outcomes([[3, 4]])]
 
-    (found,) = trajectory_advantages([group], estimator="gdpo", component_weights=[1.0, 1.0])
+    (zero,) = trajectory_advantages(groups[:1], estimator="gdpo", **weights)
+    raw = trajectory_advantages(groups, estimator="gdpo", singleton="raw", **weights)
 
-    assert found.tolist() == [0.0]
+    assert zero.tolist() == [0.0]
+    assert np.concatenate(raw).tolist() == pytest.approx([-0.707107, 0.707107], abs=1e-6)
 
 
 def test_gigpo_refuses_anchors_that_do_not_match_the_turns() -> None:
