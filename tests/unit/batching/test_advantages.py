@@ -96,18 +96,6 @@ def test_maxrl_refuses_a_negative_reward() -> None:
         estimate("maxrl", [1.0, -0.5])
 
 
-@pytest.mark.parametrize(
-    ("pass_k", "expected"), [(3, [0, 3, 0, 3]), (4, [0, 0, 0, 0]), (9, [0, 0, 0, 0])]
-)
-def test_pass_at_k_of_a_larger_k_rewards_what_few_subsets_have(
-    pass_k: int, expected: list[float]
-) -> None:
-    # Two of 3 others miss the other right one in 1 of 3 cases; all 3 never do.
-    found = estimate("pass_at_k", [0, 1, 0, 1], pass_k=pass_k)
-
-    assert found == pytest.approx([x / 3 for x in expected])
-
-
 def test_pass_at_k_refuses_a_k_below_two() -> None:
     with pytest.raises(BatchingError, match="pass_at_k with pass_k=1: it must be at least 2"):
         estimate("pass_at_k", [1.0, 0.0], pass_k=1)
@@ -144,27 +132,6 @@ def test_pass_at_k_of_a_large_group_does_not_overflow() -> None:
     assert (np.diff(found) >= 0).all()
     # k / n / C(n - 1, k - 1) times the sum of C(m, k - 1) for m below n, which is C(n, k)
     assert found[-1] == pytest.approx(1.0, rel=1e-12)
-
-
-@pytest.mark.parametrize("k", [2, 3])
-def test_mean_of_pass_at_k_is_the_gradient_of_max_at_k(k: int) -> None:
-    # Three answers with rewards 0, 1 and 3; all groups of three samples, by their probability.
-    rewards, logits = np.array([0.0, 1.0, 3.0]), np.array([0.5, -0.3, -1.0])
-
-    def expected_best(at: np.ndarray) -> float:
-        p = np.exp(at) / np.exp(at).sum()
-        drawn = itertools.product(range(3), repeat=k)
-        return math.fsum(float(np.prod(p[list(own)]) * max(rewards[list(own)])) for own in drawn)
-
-    p = np.exp(logits) / np.exp(logits).sum()
-    mean = np.zeros(3)
-    for group in itertools.product(range(3), repeat=3):
-        scores = np.eye(3)[list(group)] - p  # the gradient of log p of each sample
-        advantages = np.array(estimate("pass_at_k", rewards[list(group)].tolist(), pass_k=k))
-        mean += np.prod(p[list(group)]) * (advantages @ scores) / 3
-    steps = 1e-6 * np.eye(3)
-    slope = [(expected_best(logits + s) - expected_best(logits - s)) / 2e-6 for s in steps]
-    assert mean.tolist() == pytest.approx(slope, abs=1e-8)
 
 
 def test_optimal_baseline_is_that_of_the_least_variance() -> None:
@@ -259,7 +226,7 @@ def test_gdpo_compares_each_component_then_the_weighted_sums_over_the_batch() ->
 
 
 def test_gdpo_of_single_members_has_zero_or_their_whitened_rewards() -> None:
-    weights = {"component_weights": [1.0, 0.5]}
+    weights: dict[str, Any] = {"component_weights": [1.0, 0.5]}
     groups = [outcomes([[1, 0]]), outcomes([[3, 4]])]
 
     (zero,) = trajectory_advantages(groups[:1], estimator="gdpo", **weights)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from testkit import rows
 from testkit.shares import count_denominators, rank_share, weighted
 from turnstream.batching.config.values import RowWeights
-from turnstream.batching.rows.assemble import take_rows
 from turnstream.batching.scoring.denominators import ShareCounts, check_share, num_trained
 from turnstream.errors import BatchingError
 from turnstream.types import Denominators, Ragged, Rows
@@ -34,28 +33,8 @@ def fan_out() -> Rows:
     )
 
 
-def test_a_trajectory_on_two_ranks_counts_in_proportion_on_each() -> None:
-    left, right = take_rows(fan_out(), [0, 2]), take_rows(fan_out(), [1])
-
-    counts = [ShareCounts.of(share) for share in (left, right)]
-
-    assert [share.num_trajectories for share in counts] == [1.75, 0.25]
-    assert [share.num_groups for share in counts] == pytest.approx([5 / 6, 1 / 6])
-    assert count_denominators([left, right], length_constant=0) == count_denominators(
-        [fan_out()], length_constant=0
-    )
-
-
 def denominators_of(batch: Rows) -> Any:
     return count_denominators([batch], length_constant=0)
-
-
-def test_a_right_share_passes_and_gives_its_counts() -> None:
-    share = rank_share(ABC, dp_rank=0, dp_world_size=2, **CUT)
-
-    counts = check_share(share, denominators_of(ABC), dp_world_size=2)
-
-    assert counts == ShareCounts.of(share)
 
 
 @pytest.mark.parametrize("name", ShareCounts._fields)

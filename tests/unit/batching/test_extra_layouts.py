@@ -32,30 +32,6 @@ def left_extras(batch: Rows, *, width: int, response_width: int) -> Mapping[str,
     return left_padded(batch, pad_token_id=0, **widths).extras
 
 
-def test_case_11_routes_are_at_the_first_tokens_with_dummies_elsewhere() -> None:
-    # As in the reference: lengths 2 + 1 with 2 captured, and 1 + 3 with 4.
-    captured = extra_column("first_tokens", np.full((6, 1, 2), 3, np.uint8), [0, 2, 6])
-    batch = rows("abC", "a|bcd", extras={"routes": captured})
-
-    routes = left_extras(batch, width=4, response_width=3)["routes"]
-
-    assert routes.values[:, :, 0].tolist() == [
-        [[0, 1], [3, 3], [3, 3], [0, 1]],
-        [[3, 3], [3, 3], [3, 3], [3, 3]],
-    ]
-    assert routes.is_missing is not None
-    assert routes.is_missing.tolist() == [[1, 0, 0, 1], [0, 0, 0, 0]]
-    assert routes.values.dtype == np.uint8
-
-
-def test_items_stand_in_order_and_are_counted_by_row() -> None:
-    images = left_extras(BATCH, width=4, response_width=2)["images"]
-
-    assert images.values.tolist() == [[0.0, 1.0], [2.0, 3.0]]
-    assert images.num_items_B is not None
-    assert images.num_items_B.tolist() == [2, 0]
-
-
 def slow(column: ExtraColumn, batch: Rows, row: int) -> list[Any]:
     """What a row has, token by token, as lists; of items all of them."""
     values = column.values[row].tolist()

@@ -25,21 +25,6 @@ def column_of(rows: Any, name: str) -> list[Any]:
     return [row.extras[name].tolist() for row in rows]
 
 
-def test_a_token_has_the_choice_of_the_first_turn_that_captured_it() -> None:
-    # "c" was sampled last by turn 0 and went through the model as a part of the prompt of turn 1;
-    # what turn 1 captured of "a" and "b" again does not count.
-    turns = [
-        with_columns(turn("ab", "C"), routes=routes(1, 2)),
-        with_columns(turn("abcd", "E"), routes=routes(91, 92, 3, 4)),
-    ]
-
-    stored = store_turns(turns, extra_columns=[ROUTES])
-    (row,) = merge_turns(turns, extra_columns=[ROUTES])
-
-    assert [piece.num_shared for piece in (t.extras["routes"] for t in stored)] == [0, 2]
-    assert row.extras["routes"].tolist() == routes(1, 2, 3, 4).tolist()
-
-
 @pytest.mark.parametrize(
     ("texts", "expected", "kept"),
     [
@@ -57,40 +42,6 @@ def test_turn_without_items_keeps_those_of_its_shared_tokens(
 
     assert spell(rows) == expected
     assert column_of(rows, "images") == [images(1).tolist() if own else [] for own in kept]
-
-
-def test_choices_of_tokens_that_are_not_shared_are_stored_again() -> None:
-    captured = [routes(1, 2, 3), routes(1, 2, 9)]
-    turns = [
-        with_columns(turn("abc", "D"), routes=captured[0]),
-        with_columns(turn("abx", "Y"), routes=captured[1]),
-    ]
-
-    rows = merge_turns(turns, extra_columns=[ROUTES])
-
-    assert column_of(rows, "routes") == [values.tolist() for values in captured]
-
-
-@pytest.mark.parametrize(
-    ("texts", "numbers", "expected"),
-    [
-        (["ab|C", "abcd|E"], [(1,), (2,)], ["abC", "abcdE"]),  # another image
-        (["ab|C", "ax|Y", "axq|Z"], [(1, 2), (1, 3), (1, 2)], ["abC", "axY", "axqZ"]),
-        (["ab|C", "abcd|E"], [None, (1,)], ["abCdE"]),  # the first of its row
-    ],
-)
-def test_row_has_the_items_of_its_last_turn(
-    texts: list[str], numbers: list[Any], expected: list[str]
-) -> None:
-    turns = [
-        with_columns(turn(*text.split("|")), **({} if own is None else {"images": images(*own)}))
-        for text, own in zip(texts, numbers, strict=True)
-    ]
-
-    rows = merge_turns(turns, extra_columns=[IMAGES])
-
-    assert spell(rows) == expected
-    assert column_of(rows, "images") == [images(*numbers[row.turns[-1]]).tolist() for row in rows]
 
 
 def test_turn_stored_without_items_has_none_and_inherits_none() -> None:
@@ -113,18 +64,6 @@ def test_prompt_that_diverges_in_a_turn_with_items_must_name_its_own() -> None:
 
     none = with_columns(turn("ax", "Y"), images=images())
     assert store_turns([first, none], extra_columns=[IMAGES])[1].extras == {}
-
-
-def test_case_21_routes_and_images_are_carried_through_the_merge() -> None:
-    # The reference refuses to merge rows that have either.
-    first = with_columns(turn("ab", "C"), routes=routes(1, 2), images=images(1))
-    second = with_columns(turn("abcd", "E"), routes=routes(1, 2, 3, 4), images=images(1, 2))
-
-    (row,) = merge_turns([first, second], extra_columns=[IMAGES, ROUTES])
-
-    assert spell([row]) == ["abCdE"]
-    assert row.extras["routes"].tolist() == routes(1, 2, 3, 4).tolist()
-    assert row.extras["images"].tolist() == images(1, 2).tolist()
 
 
 def test_case_11_negative_choice_is_refused_by_column() -> None:

@@ -48,42 +48,6 @@ def test_case_1_rows_end_in_the_last_column() -> None:
     assert padded.loss_mask_BR.tolist() == [[0, 0, 1], [1, 0, 1]]
 
 
-def test_case_2_width_is_the_longest_row() -> None:
-    # Prompts and responses of (2, 10) and (9, 1): 12 columns, where two blocks would need 19.
-    padded = pad(numbered(([1] * 2, [2] * 10), ([1] * 9, [2])))
-
-    assert (padded.input_ids_BT.shape, padded.loss_mask_BR.shape) == ((2, 12), (2, 10))
-
-
-def test_case_3_an_empty_response_beside_a_real_one() -> None:
-    padded = pad(numbered(([1, 2], []), ([3], [4])))
-
-    assert padded.input_ids_BT.tolist() == [[1, 2], [3, 4]]
-    assert padded.response_mask_BR.tolist() == [[0], [1]]
-
-
-def test_case_4_all_responses_empty_give_no_response_column() -> None:
-    padded = pad(numbered(([1, 2], []), ([3], [])))
-
-    assert padded.loss_mask_BR.shape == padded.rewards_BR.shape == (2, 0)
-
-
-def test_case_5_an_empty_prompt() -> None:
-    # Its token may stand there, and is not trained: nothing scores it.
-    batch = numbered(([], [5]), ([3, 4], [6]))
-    masked = Ragged(np.array([0, 1], np.uint8), batch.loss_mask.offsets)
-    padded = pad(replace(batch, loss_mask=masked))
-
-    assert padded.input_ids_BT.tolist() == [[PAD, PAD, 5], [3, 4, 6]]
-    assert padded.attention_mask_BT.tolist() == [[0, 0, 1], [1, 1, 1]]
-
-
-def test_case_6_padding_is_never_inferred_from_the_pad_token() -> None:
-    padded = pad(numbered(([PAD, 1], [PAD])))
-
-    assert padded.attention_mask_BT.tolist() == [[1, 1, 1]]
-
-
 def test_case_7_logprobs_are_zero_left_of_the_response() -> None:
     batch = rows("x|AB", "x|C")
 

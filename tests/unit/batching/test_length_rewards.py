@@ -28,22 +28,6 @@ def members(*of: tuple[int, float], **fields: Any) -> list[SealedTrajectory]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("weight", "expected"),
-    [(0.0, [0, 0, 0, 0]), (1.0, [0.5, -0.5, 0, 0]), (0.5, [0.25, -0.25, 0, 0])],
-)
-def test_short_correct_responses_gain_what_long_ones_lose(
-    weight: float, expected: list[float]
-) -> None:
-    of = replace(SHAPED, length_reward_weight=weight)
-
-    assert length_rewards(members((100, 1), (500, 1), (300, 1), (100, 0)), of) == expected
-
-
-def test_incorrect_response_gains_nothing_and_loses_if_it_is_long() -> None:
-    assert length_rewards(members((100, 0), (400, 0), (500, 0)), SHAPED) == [0.0, -0.25, -0.5]
-
-
 def test_equal_lengths_have_no_reward() -> None:
     assert length_rewards(members((7, 1), (7, 0)), SHAPED) == [0.0, 0.0]
     assert length_rewards([], SHAPED) == []
@@ -63,16 +47,6 @@ def test_correct_is_judged_by_the_reward_of_the_declared_source(source: Any) -> 
     long = sealed("a", reward=1.0, turns=[shape(2, 1)] * 2, turn_rewards=[0.0, 0.0])
 
     assert length_rewards([short, long], of) == [0.5, -0.5]
-
-
-def test_estimator_sees_the_length_reward_and_the_record_does_not() -> None:
-    group = ready("a", *members((100, 1), (300, 0), (500, 1)))
-
-    manifest = plan(group, of=replace(SHAPED, length_reward_weight=0.5))
-
-    planned = manifest.groups[0].trajectories
-    assert [t.reward for t in planned] == [1.0, 0.0, 1.0]  # compared: 1.25, 0, 0.75
-    assert [t.advantage for t in planned] == pytest.approx([7 / 12, -2 / 3, 1 / 12])
 
 
 def test_trajectory_that_is_left_out_changes_no_length_reward() -> None:

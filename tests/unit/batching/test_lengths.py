@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from testkit import ZERO_VARIANCE, config, sealed, shape
+from testkit import config, sealed, shape
 from testkit.folds import fold, key, opened, samples, seals
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.scoring.filters import is_compared, is_masked, length_problem
-from turnstream.batching.scoring.rewards import planned_reward
 from turnstream.types import Status, TrajectoryState
 
 LONG = [shape(2, 3), shape(9, 1, parent=0, shared=5)]
@@ -90,36 +89,6 @@ def test_a_group_with_fewer_than_two_rewards_left_to_compare_is_incomplete() -> 
     assert [len(group.members) for group in kept.ready] == [3]
     assert (drop.state, len(drop.keys)) == (TrajectoryState.INCOMPLETE, 3)
     assert drop.reason == "1 valid members, and 2 are needed to compare"
-
-
-@pytest.mark.parametrize(
-    ("masked_reward", "rewards", "cut_off", "num_ready"),
-    [
-        ("keep", (1.0, 1.0, 0.0), 1, 1),
-        ("leave_out", (1.0, 1.0, 0.0), 1, 0),
-        ("keep", (1.0, 1.0, 1.0), 1, 0),
-        ("keep", (1.0, 1.0, 1.0), 2, 1),  # one live member is too few to decide
-    ],
-)
-def test_zero_variance_is_that_of_compared_rewards_with_two_live_members(
-    masked_reward: Any, rewards: tuple[float, ...], cut_off: int, num_ready: int
-) -> None:
-    of = replace(MASKING, masked_reward=masked_reward, group_filters=ZERO_VARIANCE)
-
-    decided, _ = folded(of, *rewards, cut_off=cut_off)
-
-    assert decided.num_ready == num_ready
-
-
-def test_rewards_that_differ_by_the_penalty_alone_are_filtered() -> None:
-    # The filter judges the raw reward: the penalty alone teaches nothing about the task.
-    of = replace(config(), group_filters=ZERO_VARIANCE, overlong_length=4, overlong_buffer=2)
-
-    members = [sealed(sample=0), sealed(sample=1, turns=[shape(2, 2)])]
-    decided, (drop,) = fold([opened(), *members], of)
-
-    assert len({planned_reward(member, of) for member in members}) == 2
-    assert (decided.num_ready, drop.reason) == (0, "all values of the reward are equal (1)")
 
 
 def test_group_continues_without_its_overlong_member() -> None:

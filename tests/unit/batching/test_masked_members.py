@@ -61,13 +61,6 @@ def test_error_trajectory_is_no_member_by_default(fields: Any) -> None:
     assert apply(folded, posted(0), missed(0), first=9) == []
 
 
-def test_group_with_too_few_members_beside_errors_is_incomplete() -> None:
-    folded, (_, drop) = fold([opened(), *seals(0), failed(1)])
-
-    assert (folded.num_ready, drop.state, drop.keys) == (0, INCOMPLETE, (key(0),))
-    assert drop.reason == "1 valid members, and 2 are needed to compare"
-
-
 def test_error_trajectory_is_refilled() -> None:
     refilling = replace(DROPPING, deadline_policy="refill", max_refills=1)
 
@@ -126,26 +119,6 @@ def test_revision_to_drop_removes_errors_from_all_groups() -> None:
 
 
 # Needed members
-
-
-def test_group_waits_for_members_that_can_still_be_trained() -> None:
-    folded, decided = fold([opened(4, 2), *cut_off(0, 1), *seals(2)], LEAVING_OUT)
-    num_before = folded.num_ready
-    keeping, _ = fold(
-        [opened(4, 2), *cut_off(0), *seals(1)], replace(LEAVING_OUT, masked_reward="keep")
-    )
-
-    after = apply(folded, *seals(3), first=9)
-
-    assert (decided, num_before, after) == ([], 0, [])
-    assert (samples(folded), samples(keeping)) == ([[0, 1, 2, 3]], [[0, 1]])
-
-
-def test_group_is_cut_when_enough_members_can_be_trained() -> None:
-    folded, (cut,) = fold([opened(5, 2), *cut_off(4), *seals(1, 0)], LEAVING_OUT)
-
-    assert samples(folded) == [[0, 1, 4]]
-    assert cut == GroupCut(group_id="g0", reason="its group was decided by 3 of 5")
 
 
 @pytest.mark.parametrize(

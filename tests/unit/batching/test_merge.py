@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from numpy.typing import NDArray
 
 from testkit import assert_same, spell, turn
 from testkit.strategies import trees
@@ -15,25 +14,7 @@ from turnstream.batching.merge.merging import merge_turns, plan_sequences, turn_
 from turnstream.batching.merge.plan import SequenceShape
 from turnstream.batching.merge.storing import store_turns
 from turnstream.errors import BatchingError, InvalidTurnError
-from turnstream.types import DeclaredColumn, Sequence, Turn, VersionRun
-
-FIRST = turn("ab", "CD", logprobs=[-0.1, -0.2], rewards=[0, 0])
-
-
-def rewards(rows: list[Sequence]) -> list[list[float]]:
-    return [row.rewards.tolist() for row in rows]
-
-
-def test_case_12_a_prompt_that_extends_everything_continues_the_row() -> None:
-    second = turn("abcdef", "G", logprobs=[-0.3], rewards=[1])
-
-    (row,) = merge_turns([FIRST, second])
-
-    assert spell([row]) == ["abCDefG"]
-    assert row.loss_mask.tolist() == [1, 1, 0, 0, 1]
-    assert row.logprobs is not None
-    np.testing.assert_array_equal(row.logprobs, np.array([-0.1, -0.2, 0, 0, -0.3], np.float32))
-    assert row.rewards.tolist() == [0, 0, 0, 0, 1]
+from turnstream.types import Sequence, Turn, VersionRun
 
 
 def test_case_16_scalar_rewards_of_merged_turns_are_summed() -> None:
@@ -46,14 +27,6 @@ def test_case_16_scalar_rewards_of_merged_turns_are_summed() -> None:
 
     assert [row.rewards.sum() for row in merged] == [1.25]
     assert [row.rewards.sum() for row in split] == [0.25, 1.0]
-
-
-def test_case_17_token_rewards_of_three_turns_accumulate() -> None:
-    second, third = turn("abcdef", "G", rewards=[1]), turn("abcdefgh", "I", rewards=[2])
-
-    rows = merge_turns([turn("ab", "CD", rewards=[0, 0]), second, third])
-
-    assert rewards(rows) == [[0, 0, 0, 0, 1, 0, 2]]
 
 
 @pytest.mark.parametrize(
@@ -69,12 +42,6 @@ def test_cases_13_14_15_18_prompt_continues_only_the_row_it_holds(
     later: list[tuple[str, str]], expected: list[str]
 ) -> None:
     assert spell(merge_turns([turn("ab", "CD"), *[turn(*each) for each in later]])) == expected
-
-
-def test_case_19_trajectories_whose_tokens_chain_never_merge() -> None:
-    rows = [merge_turns(turns) for turns in ([turn("a", "B")], [turn("abc", "D")])]
-
-    assert [spell(own) for own in rows] == [["aB"], ["abcD"]]
 
 
 def test_case_20_masked_turn_and_turn_without_response_are_merged() -> None:
@@ -96,25 +63,6 @@ def test_case_21_trained_turn_without_logprobs_has_nan() -> None:
     np.testing.assert_array_equal(row.logprobs, np.array([np.nan, 0, np.nan, 0, -0.3], np.float32))
 
 
-def test_case_23_seconds_of_a_turn_are_on_its_last_token() -> None:
-    # {"llm": [.5, .75, 1.], "env": [.25, .5, 2.]}: the reference fails with KeyError: 0.
-    seconds = {"llm_s": (0.5, 0.75, 1.0), "env_s": (0.25, 0.5, 2.0)}
-    declared = [
-        DeclaredColumn(name=name, per="response_token", dtype="float32", fill=0.0)
-        for name in seconds
-    ]
-    turns = [
-        turn(prompt, response, extras={name: _last(response, s[i]) for name, s in seconds.items()})
-        for i, (prompt, response) in enumerate([("ab", "CD"), ("abcdef", "G"), ("x", "Y")])
-    ]
-
-    rows = merge_turns(turns, extra_columns=declared)
-
-    assert spell(rows) == ["abCDefG", "xY"]
-    assert [row.extras["llm_s"].tolist() for row in rows] == [[0, 0.5, 0, 0, 0.75], [1]]
-    assert [row.extras["env_s"].tolist() for row in rows] == [[0, 0.25, 0, 0, 0.5], [2]]
-
-
 def test_turn_without_weights_has_those_of_its_mask() -> None:
     weighted, plain = turn("ab", "CdE", weights=[0.5, 0, 2]), turn("abcdef", "gH")
 
@@ -130,11 +78,6 @@ def test_turn_without_weights_has_those_of_its_mask() -> None:
         [1, 1],
         [0, 0.25],
     ]
-
-
-def _last(response: str, value: float) -> NDArray[np.float32]:
-    """The value on the last token of a response, 0 before it."""
-    return np.array([0.0] * (len(response) - 1) + [value], np.float32)
 
 
 @pytest.mark.parametrize("field", ["logprobs", "loss_mask", "rewards", "token_weights"])

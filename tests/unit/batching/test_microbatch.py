@@ -38,21 +38,6 @@ def test_a_pass_over_rows_of_3_2_and_6_tokens_costs(budget: Budget, cost: float)
     assert budget.cost([3, 2, 6]) == cost
 
 
-def test_packed_rows_take_as_few_passes_as_the_budget_allows() -> None:
-    lengths = [6, 3, 5, 7, 2, 4, 1, 8]
-
-    [passes] = plan_passes([lengths], budget=Budget(limit=10, model="packed"))
-
-    # Best fit alone fills the first with 10 and leaves 8 for the last.
-    assert [sum(lengths[row] for row in rows) for rows in passes] == [9, 9, 9, 9]
-
-
-def test_the_costliest_pass_comes_first() -> None:
-    [passes] = plan_passes([[1, 6, 3]], budget=Budget(limit=6, model="packed"))
-
-    assert passes == [[1], [0, 2]]
-
-
 @pytest.mark.parametrize(
     ("order", "tokens"),
     [
@@ -71,15 +56,6 @@ def test_passes_come_in_the_order_of_the_run(
     [passes] = plan_passes([lengths], budget=budget, multiple_of=5)
 
     assert [lengths[row] for [row] in passes] == tokens
-
-
-def test_longest_padded_pass_is_in_the_middle_if_so_ordered() -> None:
-    budget = Budget(limit=8, order="small_at_both_ends")
-
-    [passes] = plan_passes([[8, 1, 4, 2, 4, 2]], budget=budget)
-
-    # The first, of three short rows, costs 6 and the others 8.
-    assert passes == [[1, 3, 5], [0], [2, 4]]
 
 
 @pytest.mark.parametrize(
@@ -108,12 +84,6 @@ def test_padded_passes_without_balance_are_filled_one_after_the_other() -> None:
     assert plan_passes([[1, 1, 1, 1]], budget=filled, multiple_of=2) == [[[0, 1], [2, 3]]]
 
 
-def test_packed_passes_without_balance_stay_where_equal_parts_are_smaller() -> None:
-    budget = Budget(limit=10, model="packed", packing="next_fit", balancing="none")
-
-    assert plan_passes([[8, 1, 1, 1]], budget=budget) == [[[0, 1, 2], [3]]]
-
-
 def test_balance_never_comes_before_the_budget() -> None:
     # Two equal parts of 3 3 2 2 2 are [3, 3] and [2, 2, 2]: within 6. By longest first they are
     # [3, 2, 2] and [3, 2], above it.
@@ -135,13 +105,6 @@ def test_attention_makes_a_long_row_worth_more_than_its_tokens() -> None:
 
     assert by_tokens == [[0, 1, 2]]
     assert by_attention == [[0], [1, 2]]
-
-
-def test_golden_the_cost_of_a_transformer_of_4096_hidden_sizes() -> None:
-    # verl fixes 24576 * L + L * L: a = 6 h and b = 1 for h = 4096.
-    budget = Budget(limit=0, model="quadratic", a=24_576, b=1)
-
-    assert budget.cost([1000, 10]) == 24_576 * 1000 + 1000**2 + 24_576 * 10 + 10**2
 
 
 budgets = st.builds(

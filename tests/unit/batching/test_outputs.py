@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from testkit import assert_same, rows
-from testkit.shares import rank_share
 from testkit.strategies import scored_rows
 from turnstream.batching.layouts.jagged import jagged
 from turnstream.batching.layouts.outputs import (
@@ -30,29 +29,6 @@ def values_of(parts: Mapping[int, NDArray[np.float32]]) -> dict[int, list[float]
     return {row_id: values.tolist() for row_id, values in parts.items()}
 
 
-def test_case_46_padded_pass_returns_exactly_the_responses() -> None:
-    # Response lengths 3, 1 and 2 in one pass of four rows over two ranks. The reference cuts what
-    # came back to the length of the batch, by position.
-    batch = rows("abCDE", "abC", "abCD")
-    shares = [
-        rank_share(batch, step=1, mini_batch=0, dp_rank=rank, dp_world_size=2, pad_token_id=0)
-        for rank in range(2)
-    ]
-
-    parts = [
-        response_values_left_padded(
-            10 * share.row_id[:, None] + np.arange(3, dtype=np.float32),
-            row_ids=share.row_id.tolist(),
-            response_lengths=share.loss_mask.lengths.tolist(),
-        )
-        for share in shares
-    ]
-
-    assert sorted(row_id for part in parts for row_id in part) == [0, 1, 2]
-    joined = join_by_row_id(parts, batch)
-    assert [row.tolist() for row in joined] == [[0, 1, 2], [12], [21, 22]]
-
-
 @pytest.mark.parametrize("dtype", [np.int64, np.bool_])
 def test_whole_numbers_say_nothing_of_a_first_token_that_has_no_prompt(dtype: type) -> None:
     # NaN became -9223372036854775808.
@@ -60,14 +36,6 @@ def test_whole_numbers_say_nothing_of_a_first_token_that_has_no_prompt(dtype: ty
         response_values_right_padded(
             np.zeros((1, 3), dtype), row_ids=[7], prompt_lengths=[0], response_lengths=[2]
         )
-
-
-def test_case_46_a_response_of_no_token_has_no_value() -> None:
-    found = response_values_left_padded(
-        np.ones((1, 2), np.float32), row_ids=[3], response_lengths=[0]
-    )
-
-    assert values_of(found) == {3: []}
 
 
 @pytest.mark.parametrize(

@@ -49,37 +49,6 @@ def emptiest(fitting: list[tuple[int, int]]) -> int:
     return min(fitting, key=lambda each: (-each[0], each[1]))[1]
 
 
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        ("next_fit", [[0, 1], [2], [3, 4], [5, 6], [7]]),
-        ("first_fit", [[0, 1, 6], [2, 4], [3], [5], [7]]),
-        ("first_fit_decreasing", [[7, 4], [3, 1], [0, 5], [2, 6]]),
-        ("best_fit_decreasing", [[7, 4], [3, 1], [0, 5], [2, 6]]),
-        ("worst_fit_decreasing", [[7, 6], [3, 4], [0, 1], [2, 5]]),
-    ],
-)
-def test_packs_the_golden_vector(method: Method, expected: Bins) -> None:
-    assert pack(LENGTHS, capacity=10, method=method) == expected
-
-
-def test_modified_first_fit_decreasing_pairs_large_rows_with_the_largest_medium_one() -> None:
-    # Capacity 12: 7 is large, 5 medium (above 4), 3 small (above 2), 1 the rest.
-    lengths = [7, 7, 5, 3, 3, 3, 1]
-
-    bins = pack(lengths, capacity=12, method="modified_first_fit_decreasing")
-
-    # The last large bin has room 5, too little for two small rows; they go in forward, by size.
-    assert bins == [[0, 2], [1, 3, 6], [4, 5]]
-
-
-def test_modified_first_fit_decreasing_takes_a_third_of_the_capacity_for_small() -> None:
-    # Capacity 24: 7 is small (at most 8), so it is not paired with the large row.
-    bins = pack([13, 7, 5, 5], capacity=24, method="modified_first_fit_decreasing")
-
-    assert bins == [[0, 3, 2], [1]]
-
-
 def test_edge_case_42_ties_go_to_the_lower_index_first() -> None:
     # The reference puts the highest index first: [[1,3],[0,2],[4]] and [[3,2],[1,0]].
     assert pack([5, 5, 3, 3, 2], capacity=8, method="first_fit_decreasing") == [[0, 2], [1, 3], [4]]
@@ -109,13 +78,6 @@ def test_edge_cases_43_and_44_capacity_counts_aligned_lengths() -> None:
     # The reference counts unaligned lengths: two rows of 3, aligned to 4, would fill 8 of 6.
     assert pack([3, 3], capacity=6, alignment=4) == [[0], [1]]
     assert pack([3, 3], capacity=8, alignment=4) == [[0, 1]]
-
-
-def test_edge_case_44_bins_grow_to_the_number_of_ranks() -> None:
-    bins = pack([4, 3, 2, 1], capacity=4)
-
-    assert bins == [[0], [1, 3], [2]]
-    assert grow_bins(bins, [4, 3, 2, 1], multiple_of=2) == [[0], [1], [3], [2]]
 
 
 def test_row_above_the_capacity_is_refused() -> None:

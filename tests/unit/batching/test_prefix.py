@@ -29,36 +29,12 @@ def index_of(*turns: tuple[str, str]) -> PrefixIndex:
     return index
 
 
-def test_names_the_newest_of_equal_rows_and_then_the_one_before() -> None:
-    index = index_of(("ab", "c"), ("ab", "c"))
-
-    matches = [*index.matches(ids("abcx"))]
-
-    assert matches == [PrefixMatch(1, 3), PrefixMatch(0, 3), PrefixMatch(0, 3)]
-
-
-def test_names_a_row_that_the_prompt_holds_whole_before_a_longer_beginning() -> None:
-    index = index_of(("abcdef", "g"), ("ab", "c"), ("a", "b"))
-
-    matches = [*index.matches(ids("abcdx"))]
-
-    assert matches == [PrefixMatch(1, 3), PrefixMatch(2, 2), PrefixMatch(0, 4)]
-
-
 def test_a_turn_that_is_stored_without_a_parent_leaves_every_row_open() -> None:
     index = index_of(("ab", "c"))
 
     index.add(NOTHING, ids("abcd"), ids("e"))
 
     assert [*index.matches(ids("abcdef"))][:2] == [PrefixMatch(1, 5), PrefixMatch(0, 3)]
-
-
-def test_turn_that_shares_less_than_its_match_is_found_later() -> None:
-    index = index_of(("ab", "c"), ("abx", "y"))
-
-    index.add(PrefixMatch(1, 2), ids("abz"), ids("w"))
-
-    assert link(index, ids("abzwq")) == PrefixMatch(2, 4)
 
 
 def test_memory_is_free_as_soon_as_the_index_is() -> None:

@@ -143,18 +143,6 @@ def test_member_that_cannot_be_compared_is_incomplete_with_the_reason(
     assert drop.reason == f"sample 2 {reason}"
 
 
-def test_equal_rewards_are_filtered_if_configured() -> None:
-    events = [opened(), *seals(0, 1)]
-
-    folded, (drop,) = fold(events, FILTER)
-    kept, _ = fold(events)
-    single, _ = fold([opened(1), *seals(0)], FILTER)
-
-    assert (folded.num_ready, kept.num_ready, single.num_ready) == (0, 1, 1)
-    assert (drop.state, drop.reason) == (FILTERED, "all values of the reward are equal (1)")
-    assert drop.keys == (key(0), key(1))
-
-
 @pytest.mark.parametrize(
     ("trained", "rewards", "is_kept"),
     [
@@ -179,20 +167,6 @@ def test_case_40_equal_rewards_are_filtered_with_two_live_members(
     assert folded.num_ready == is_kept
     assert plain.num_ready == any(trained)
     assert [drop.reason for drop in drops] == ["none of its tokens is trained"] * (not any(trained))
-
-
-def test_components_are_filtered_only_where_all_of_them_are_equal() -> None:
-    # The sums are equal and the components are not: the group still teaches something.
-    differ = [of_components(0, a=1.0, b=0.0), of_components(1, a=0.0, b=1.0)]
-    same = [of_components(sample, group_id="g1", a=1.0, b=0.0) for sample in (0, 1)]
-
-    folded, (drop,) = fold(
-        [opened(), *differ, opened(group_id="g1"), *same],
-        replace(GDPO, group_filters=ZERO_VARIANCE),
-    )
-
-    assert [group.group_id for group in folded.ready] == ["g0"]
-    assert (drop.group_id, drop.state) == ("g1", FILTERED)
 
 
 def test_closed_run_is_final_once_no_group_is_open() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import sealed, shape
-from turnstream.batching.fold.staleness import VersionSteps, is_wholly_of, tokens_of, version_span
+from turnstream.batching.fold.staleness import VersionSteps
 from turnstream.batching.merge.columns import TokenColumns, masked_columns
 from turnstream.types import Ragged, VersionAnnounced
 
@@ -78,20 +78,6 @@ MIXED = sealed(
     turns=[shape(2, 3), shape(2, 4)],
     turn_versions=[[(None, 1), (3, 2)], [(3, 1), (5, 3)]],
 )
-
-
-def test_a_seal_tells_which_tokens_of_a_turn_a_version_sampled() -> None:
-    assert tokens_of(MIXED, {3}) == [2, 1]
-    assert tokens_of(MIXED, {3, 5}) == [2, 4]
-    assert version_span(MIXED, without={3}) == (5, 5)
-    assert version_span(MIXED, without={3, 5}) == (None, None)
-
-
-def test_a_seal_of_one_version_is_wholly_of_it() -> None:
-    assert is_wholly_of(sealed(version=3), {3})
-    assert not is_wholly_of(sealed(version=3), {2})
-    assert not is_wholly_of(sealed(version=None), {3})
-    assert not is_wholly_of(MIXED, {3, 5})
 
 
 @given(

@@ -39,26 +39,6 @@ def test_gae_carries_values_over_observed_tokens() -> None:
     assert lists(returns) == [pytest.approx([0.96575, 0.985, 0, 0, 1.0])]
 
 
-def test_a_reward_before_the_first_trained_token_is_no_tokens_doing() -> None:
-    batch = rows("x|aB", "x|aB")
-    rewards = Ragged.from_rows([[0, 1], [7, 1]], np.float32)
-
-    returns = token_returns(batch, rewards=rewards)
-
-    assert lists(returns) == [[0, 1], [0, 1]]
-
-
-def test_reinforce_plus_plus_whitens_over_the_trained_tokens_of_all_rows() -> None:
-    batch = rows("x|AbC", "x|D")
-    rewards = Ragged.from_rows([[0, 0, 2], [1]], np.float32)
-
-    advantages = reinforce_plus_plus(batch, rewards=rewards)
-
-    values = np.array([2, 2, 1.0])
-    a, b, c = (values - values.mean()) / np.sqrt(values.var() + 1e-8)
-    assert lists(advantages) == [pytest.approx([a, 0, b]), pytest.approx([c])]
-
-
 def test_case_39_whitening_covers_trained_tokens_only() -> None:
     # The reference's mean is 7/6, over all six cells; over the four trained ones it is 7/4.
     mask = Ragged.from_rows([[0, 0, 1], [1, 1, 1]], np.uint8)

@@ -47,26 +47,6 @@ def branching_group(**fields: Any) -> tuple[ReadyGroup, Payload]:
     )
 
 
-def test_every_turn_gets_its_own_in_whatever_row_it_is_trained() -> None:
-    # Returns .25, .5, 1 against 0, 0: in "s" +-.125, in "t" +-.25, and "u" is seen once.
-    ready, payload = branching_group()
-
-    manifest = plan(ready, of=replace(GIGPO, turn_weight=2.0))
-    rows = assemble_rows(manifest.groups, payload, first_row_id=0)
-
-    first, second = manifest.groups[0].trajectories
-    assert (first.advantage, first.turn_advantages) == (0.5, (0.75, 1.0, 0.5))
-    assert (second.advantage, second.turn_advantages) == (-0.5, (-0.75, -1.0))
-    assert rows.advantage.tolist() == [0.5, 0.5, -0.5, -0.5]
-    assert rows.advantages is not None
-    assert [own.tolist() for own in rows.advantages] == [
-        [0.75, 0.75, 0.0, 1.0],
-        [0.5],
-        [-0.75],
-        [-1.0, -1.0],
-    ]
-
-
 def test_only_trajectory_of_a_group_compares_its_own_turns() -> None:
     turns = [turn("ab", "C", anchor="s"), turn("abc", "D", anchor="s")]
     ready, _ = stored_group(turns, rewards=[4.0])
