@@ -1,6 +1,5 @@
 import math
 from dataclasses import replace
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,33 +8,11 @@ from torch import Tensor
 
 import testkit
 from testkit.training import make_engine, make_mini_batch, pulled
-from turnstream.batching.config.values import Aggregation
 from turnstream.types import Ragged
 from turnstream.worker.tensors import to_torch
 from turnstream_server.models.logprobs import response_logprobs
 from turnstream_server.trainer.engine import Engine
-from turnstream_server.trainer.settings import AdamSettings, ScheduleSettings
-
-
-@pytest.mark.parametrize("aggregation", get_args(Aggregation))
-@pytest.mark.parametrize("cut", [((0, 1), (2, 3)), ((3,), (1, 0), (2,)), ((2, 0, 3, 1),)])
-def test_loss_and_gradient_do_not_depend_on_micro_batches(
-    aggregation: Aggregation, cut: tuple[tuple[int, ...], ...]
-) -> None:
-    constant = 8 if aggregation == "constant" else 0
-    whole = make_mini_batch()
-    denominators = whole.info.denominators._replace(length_constant=constant)
-    whole = make_mini_batch(denominators=denominators)
-    parts = make_mini_batch(denominators=denominators, micro_batches=cut)
-    one, other = make_engine(max_grad_norm=0), make_engine(max_grad_norm=0)
-
-    expected = one.update(whole, aggregation=aggregation)
-    report = other.update(parts, aggregation=aggregation)
-
-    assert report.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-7)
-    assert report.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-4)
-    assert report.ratio == pytest.approx(expected.ratio, rel=1e-5)
-    torch.testing.assert_close(_gradients(other), _gradients(one), rtol=1e-4, atol=1e-6)
+from turnstream_server.trainer.settings import AdamSettings
 
 
 def test_a_mini_batch_of_inert_rows_alone_changes_nothing() -> None:
@@ -135,16 +112,6 @@ def test_step_without_a_gradient_has_gradient_zero() -> None:
     assert report == expected
     assert report.gradient_norm == 0
     assert torch.equal(_weights(engine), _weights(zero))
-
-
-def test_the_learning_rate_grows_over_the_warmup_updates() -> None:
-    engine = make_engine(learning_rate=0.4, schedule=ScheduleSettings(warmup_updates=4))
-
-    rates = [
-        engine.update(make_mini_batch(), aggregation="token_mean").learning_rate for _ in range(5)
-    ]
-
-    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
 
 
 def test_large_gradient_is_scaled_down() -> None:

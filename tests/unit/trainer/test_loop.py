@@ -1,5 +1,4 @@
 import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,6 @@ import pytest
 import testkit
 from testkit.training import make_critic, make_engine, make_mini_batch, make_model, make_value_model
 from turnstream.batching.config.values import Estimator
-from turnstream.batching.scoring.tag_statistics import sum_up
 from turnstream.errors import InvalidConfigError
 from turnstream.types import RecoveryToken
 from turnstream.worker import PulledMiniBatch
@@ -22,11 +20,9 @@ from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.loop import Trainer
-from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
 from turnstream_server.trainer.reporting.declarations import METRICS, undeclared
 from turnstream_server.trainer.reporting.sinks.json_lines import read_steps
-from turnstream_server.trainer.reporting.timing import PARTS
 
 
 class StreamInMemory:
@@ -171,14 +167,6 @@ def test_the_last_three_versions_stay_and_hold_the_weights_of_their_step(tmp_pat
         assert mine.equal(theirs)
 
 
-def test_training_stops_after_the_step_it_was_told(tmp_path: Path) -> None:
-    stream = StreamInMemory(last_step=9)
-
-    calls = _train(stream, tmp_path, max_steps=3)
-
-    assert calls[-1] == "committed 3"
-
-
 def test_every_step_is_a_line_of_metrics_with_its_mini_batches(tmp_path: Path) -> None:
     stream = StreamInMemory(last_step=2)
 
@@ -197,32 +185,6 @@ def test_every_step_is_a_line_of_metrics_with_its_mini_batches(tmp_path: Path) -
     assert {metric.name for metric in METRICS if not metric.is_optional} <= first.keys()
 
 
-def test_the_times_of_a_step_sum_to_its_wall_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def save(self: Checkpoints, engine: Engine, token: RecoveryToken) -> None:
-        time.sleep(0.2)
-
-    monkeypatch.setattr(Checkpoints, "save", save)
-    began_s = time.monotonic()
-    _train(StreamInMemory(last_step=3), tmp_path, checkpoint_every=1)
-    wall_s = time.monotonic() - began_s
-
-    lines = read_steps(tmp_path / "metrics.jsonl")
-    for line in lines:
-        parts = [line[f"{part}_s"] for part in (*PARTS, "other")]
-        assert sum(parts) == pytest.approx(line["step_s"])
-        assert min(parts) >= 0
-        assert line["forward_backward_s"] > 0
-        assert line["optimizer_s"] > 0
-        assert line["tokens_per_s"] == pytest.approx(40 / line["step_s"])
-        assert line["trained_tokens_per_cpu_s"] == pytest.approx(18 / line["cpu_s"])
-    # A checkpoint belongs to the step after it, and a step to its own line.
-    assert lines[0]["checkpoint_s"] == 0.0
-    assert all(0.2 <= line["checkpoint_s"] < line["step_s"] for line in lines[1:])
-    assert sum(line["step_s"] for line in lines) < wall_s
-
-
 def test_skipped_updates_are_counted_with_their_reasons(tmp_path: Path) -> None:
     def build(*, step: int, mini_batch: int, **info: Any) -> PulledMiniBatch:
         is_bad = (step, mini_batch) == (1, 1)
@@ -237,25 +199,6 @@ def test_skipped_updates_are_counted_with_their_reasons(tmp_path: Path) -> None:
     assert [first["total_skipped_updates"], second["total_skipped_updates"]] == [1, 1]
     assert "gradient norm is nan" in first["skip_reasons"][0]
     assert second["skip_reasons"] == []
-
-
-def test_a_line_of_metrics_has_the_figures_that_its_batch_came_with(tmp_path: Path) -> None:
-    figures = sum_up([(testkit.sealed(tags={"env": "maze"}, metrics={"turns": 3.0}), 1.0)])
-
-    def build(*, mini_batch: int, **info: Any) -> PulledMiniBatch:
-        shipped: dict[str, Any] = {"figures": figures} if mini_batch == 0 else {}
-        return make_mini_batch(mini_batch=mini_batch, **info, **shipped)
-
-    _train(StreamInMemory(build=build, last_step=1), tmp_path)
-
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line)["figures"] == {
-        "metrics": {"turns": {"num_trajectories": 1, "mean": 3.0, "minimum": 3.0, "maximum": 3.0}},
-        "tags": {
-            "env": {"values": {"maze": {"num_trajectories": 1, "reward_mean": 1.0}}, "other": None}
-        },
-        "num_left_out": 0,
-    }
 
 
 def test_epochs_equal_updates_by_hand_and_count_each_row_once(tmp_path: Path) -> None:
@@ -384,26 +327,6 @@ def test_trainer_refuses_a_run_that_does_not_fit_its_critic(
     with pytest.raises(InvalidConfigError, match=message):
         _train(stream, tmp_path, critic=critic)
     assert stream.calls == []
-
-
-def test_old_logprobs_of_a_step_precede_its_first_update(tmp_path: Path) -> None:
-    # The generator's numbers differ by far. Both updates have the old numbers of the same weights.
-    engine = make_engine(objective=Objective(ObjectiveConfig(proximal="recompute")))
-    stream = StreamInMemory(last_step=1)
-    scored: list[int] = []
-    original = engine.logprobs
-
-    def logprobs(mini_batch: PulledMiniBatch) -> Any:
-        scored.append(engine.num_updates)
-        return original(mini_batch)
-
-    engine.logprobs = logprobs
-    _train(stream, tmp_path, engine=engine)
-
-    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert scored == [0, 0]
-    assert line["ratio"] != 1.0  # the first update has 1, the second another
-    assert abs(line["ratio"] - 1.0) < 0.5
 
 
 def test_cut_metrics_line_is_closed_before_the_next_one(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from testkit.tensors import Case, cases, clipped_exp
+from testkit.tensors import Case, cases
 from turnstream.worker import corrections
 
 # The vector of the definitions: four tokens of one row.
@@ -90,76 +89,10 @@ def test_rescaled_weights_have_a_mean_of_1_over_all_ranks() -> None:
     assert scaled[0].tolist() == [[2.0, 0.0]]
 
 
-def corrected(case: Case, name: str, **options: Any) -> Tensor:
-    """Return the weights of a correction against the behaviour policy."""
-    return getattr(corrections, name)(
-        torch.from_numpy(case.old).requires_grad_(),
-        behaviour_BR=torch.from_numpy(case.behaviour),
-        mask_BR=torch.from_numpy(case.mask),
-        **options,
-    )
-
-
-def loop_ratios(case: Case, level: str) -> np.ndarray:
-    """By row and token; 1 at masked positions of the token level."""
-    ratios = np.ones(case.mask.shape)
-    for row in range(len(case.mask)):
-        live = np.flatnonzero(case.mask[row])
-        exponents = [case.old[row, t] - case.behaviour[row, t] for t in live]
-        if level == "token":
-            for t, exponent in zip(live, exponents, strict=True):
-                ratios[row, t] = clipped_exp(exponent)
-        elif level == "sequence":
-            ratios[row] = clipped_exp(sum(exponents))
-        else:
-            ratios[row] = clipped_exp(sum(exponents) / max(1, len(exponents)))
-    return ratios
-
-
 def assert_equal_where_trained(actual: Tensor, expected: np.ndarray, case: Case) -> None:
     assert not actual.requires_grad
     assert torch.isfinite(actual).all()
     np.testing.assert_allclose(actual.numpy()[case.mask], expected[case.mask], rtol=1e-12)
-
-
-levels = st.sampled_from(["token", "sequence", "geometric"])
-
-
-@given(cases(), levels)
-def test_tis_equals_the_loop(case: Case, level: Any) -> None:
-    actual = corrected(case, "tis", level=level, cap=2.0, floor=0.1)
-
-    assert_equal_where_trained(actual, loop_ratios(case, level).clip(0.1, 2.0), case)
-
-
-@given(cases())
-def test_icepop_equals_the_loop(case: Case) -> None:
-    ratios = loop_ratios(case, "token")
-    expected = ratios * ((ratios >= 0.5) & (ratios <= 5.0))
-
-    assert_equal_where_trained(corrected(case, "icepop"), expected, case)
-
-
-@given(cases(), levels)
-def test_mis_equals_the_loop(case: Case, level: Any) -> None:
-    ratios, token_ratios = loop_ratios(case, level), loop_ratios(case, "token")
-    low, high = (0.9999, 1.0001) if level == "geometric" else (0.5, 2.0)
-    expected = ((ratios >= low) & (ratios <= high)).astype(float)
-    for row in range(len(expected)):
-        if any(token_ratios[row][case.mask[row]] < 1e-4):
-            expected[row] = 0.0
-
-    assert_equal_where_trained(corrected(case, "mis", level=level), expected, case)
-
-
-# Between the wider bounds a row may be whose tokens are not, and the other way round.
-@given(cases(), st.sampled_from([{}, {"low": 0.9, "high": 1.1}]))
-def test_seq_mask_tis_equals_the_loop(case: Case, bounds: Any) -> None:
-    rows = loop_ratios(case, "geometric")
-    is_kept = (rows >= bounds.get("low", 0.999)) & (rows <= bounds.get("high", 1.002))
-    expected = loop_ratios(case, "token") * is_kept
-
-    assert_equal_where_trained(corrected(case, "seq_mask_tis", **bounds), expected, case)
 
 
 @given(cases())

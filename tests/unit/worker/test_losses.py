@@ -1,4 +1,7 @@
-"""Every policy loss against a loop over rows and tokens; gradients that stay finite."""
+"""Losses: golden vectors, finite gradients, and derivatives that finite differences confirm.
+
+The trainer's tests compare every pair of settings with loops over tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,107 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from testkit.tensors import Case, cases, clipped_exp
+from testkit.tensors import Case, cases
 from turnstream.errors import BatchingError
-from turnstream.worker import losses
-
-
-def ratio(case: Case, row: int, t: int) -> float:
-    return clipped_exp(case.current[row, t] - case.old[row, t])
-
-
-def loop(case: Case, token_loss: Callable[[int, int], float]) -> np.ndarray:
-    """`token_loss(row, t)` where trained, 0 elsewhere."""
-    loss = np.zeros(case.mask.shape)
-    for row, t in zip(*np.nonzero(case.mask), strict=True):
-        loss[row, t] = token_loss(row, t)
-    return loss
-
-
-def clipped(u: float, low: float, high: float) -> float:
-    return max(1 - low, min(1 + high, u))
-
-
-def assert_equals(actual: Tensor, expected: np.ndarray) -> None:
-    np.testing.assert_allclose(actual.detach().numpy(), expected, rtol=1e-12, atol=1e-300)
-
-
-@given(cases(), st.sampled_from([None, 3.0]))
-def test_ppo_clip_equals_the_loop(case: Case, dual_clip: float | None) -> None:
-    def token_loss(row: int, t: int) -> float:
-        u, a = ratio(case, row, t), case.advantages[row, t]
-        loss = -min(u * a, clipped(u, 0.2, 0.28) * a)
-        return min(loss, -dual_clip * a) if dual_clip and a < 0 else loss
-
-    t = case.tensors(skips="behaviour")
-    actual = losses.ppo_clip(
-        t.pop("current_BR"), **t, clip_low=0.2, clip_high=0.28, dual_clip=dual_clip
-    )
-
-    assert_equals(actual, loop(case, token_loss))
-
-
-@given(cases())
-def test_gspo_equals_the_loop(case: Case) -> None:
-    def token_loss(row: int, t: int) -> float:
-        live = case.mask[row]
-        gaps = case.current[row][live] - case.old[row][live]
-        s, a = clipped_exp(gaps.sum() / live.sum()), case.advantages[row, t]
-        return -min(s * a, clipped(s, 3e-4, 4e-4) * a)
-
-    t = case.tensors(skips="behaviour")
-    actual = losses.gspo(t.pop("current_BR"), **t)
-
-    assert_equals(actual, loop(case, token_loss))
-
-
-@given(cases())
-def test_cispo_equals_the_loop(case: Case) -> None:
-    def weight(row: int, t: int) -> float:
-        u = ratio(case, row, t)
-        return -clipped(u, 0.9, 0.28) * case.advantages[row, t]
-
-    t = case.tensors(skips="behaviour")
-    current_BR = t.pop("current_BR").requires_grad_()
-    actual = losses.cispo(current_BR, **t, clip_low=0.9, clip_high=0.28)
-    actual.sum().backward()
-
-    assert_equals(actual, loop(case, lambda row, t: weight(row, t) * case.current[row, t]))
-    assert current_BR.grad is not None
-    assert_equals(current_BR.grad, loop(case, weight))
-
-
-@given(cases())
-def test_decoupled_ppo_equals_the_loop(case: Case) -> None:
-    def token_loss(row: int, t: int) -> float:
-        u, a = ratio(case, row, t), case.advantages[row, t]
-        w = clipped_exp(case.old[row, t] - case.behaviour[row, t])
-        return 0.0 if w > 5.0 else -min(u * a, clipped(u, 0.2, 0.2) * a) * w
-
-    t = case.tensors()
-    actual = losses.decoupled_ppo(t.pop("current_BR"), **t, behaviour_cap=5.0)
-
-    assert_equals(actual, loop(case, token_loss))
-
-
-@given(cases())
-def test_kl_estimates_equal_the_loops(case: Case) -> None:
-    def x(row: int, t: int) -> float:
-        return case.current[row, t] - case.old[row, t]
-
-    t = case.tensors()
-    arguments = {"reference_BR": t["old_BR"], "mask_BR": t["mask_BR"]}
-
-    assert_equals(losses.kl_k1(t["current_BR"], **arguments), loop(case, x))
-    assert_equals(
-        losses.kl_k2(t["current_BR"], **arguments), loop(case, lambda r, t: x(r, t) ** 2 / 2)
-    )
-    np.testing.assert_allclose(
-        losses.kl_k3(t["current_BR"], **arguments).numpy(),
-        loop(case, lambda r, t: clipped_exp(-x(r, t)) - 1 + x(r, t)),
-        rtol=1e-12,
-        atol=1e-14,  # exp(-x) - 1 + x loses digits near 0, in both
-    )
+from turnstream.worker import losses, policy_losses
 
 
 def kl_to_old(estimate: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -122,13 +27,39 @@ def kl_to_old(estimate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     )
 
 
+def selected(t: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with every second column selected."""
+    columns = torch.arange(t["mask_BR"].shape[1]).expand(t["mask_BR"].shape)
+    return {**t, "selected_BR": columns % 2 == 0}
+
+
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "ppo_clip": losses.ppo_clip,
     "dual_clip": lambda current, **t: losses.ppo_clip(current, dual_clip=3.0, **t),
     "gspo": losses.gspo,
     "cispo": losses.cispo,
+    # Current and old are equal: only the weight exp(old - behaviour) is left, 0 above 5.
+    "decoupled_ppo": lambda c, *, old_BR, **t: losses.decoupled_ppo(
+        c, old_BR=c.detach(), behaviour_BR=old_BR, **t
+    ),
+    "kl_k1": kl_to_old(losses.kl_k1),
     "kl_k2": kl_to_old(losses.kl_k2),
     "kl_k3": kl_to_old(losses.kl_k3),
+    "dppo": lambda c, *, old_BR, **t: policy_losses.dppo(c, behaviour_BR=old_BR, **t),
+    "dppo kl": lambda c, *, old_BR, **t: policy_losses.dppo(
+        c, behaviour_BR=old_BR, divergence="kl", **t
+    ),
+    "sapo": policy_losses.sapo,
+    "gmpo": policy_losses.gmpo,
+    "clip_cov": lambda c, **t: policy_losses.clip_cov(c, **selected(t)),
+    "kl_cov": lambda c, **t: policy_losses.kl_cov(c, **selected(t)),
+    "cross_entropy": lambda c, *, mask_BR, **_: losses.cross_entropy(c, mask_BR=mask_BR),
+    "entropy_bonus": lambda c, *, mask_BR, **_: losses.entropy_bonus(
+        c, mask_BR=mask_BR, coefficient=0.1
+    ),
+    "clipped_value_loss": lambda c, *, advantages_BR, **t: losses.clipped_value_loss(
+        c, returns_BR=advantages_BR, **t
+    ),
 }
 
 
@@ -147,19 +78,77 @@ def test_gradients_are_finite_and_0_where_not_trained(case: Case, name: str) -> 
     assert (current_BR.grad[~t["mask_BR"]] == 0).all()
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "kl_k2", "kl_k3"])
+@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"cispo", "decoupled_ppo"}))
 def test_gradients_match_finite_differences(name: str) -> None:
     rng = np.random.default_rng(7)
-    old_BR = torch.from_numpy(-rng.exponential(1.0, (3, 5)))
-    current_BR = (old_BR + torch.from_numpy(rng.normal(0, 0.05, (3, 5)))).requires_grad_()
-    mask_BR = torch.from_numpy(rng.random((3, 5)) < 0.7)
+    old_BR = torch.from_numpy(-rng.exponential(1.0, (3, 5)) - 0.2)
+    current_BR = (old_BR + torch.from_numpy(rng.normal(0, 0.15, (3, 5)))).requires_grad_()
     t = {
         "old_BR": old_BR,
         "advantages_BR": torch.from_numpy(rng.normal(0, 1, (3, 5))),
-        "mask_BR": mask_BR,
+        "mask_BR": torch.from_numpy(rng.random((3, 5)) < 0.7),
     }
 
     assert torch.autograd.gradcheck(lambda c: LOSSES[name](c, **t), (current_BR,), eps=1e-7)
+
+
+def test_sapo_has_the_gradient_of_the_policy_gradient_on_policy() -> None:
+    current_BR = torch.tensor([[-1.0, -2.0]], dtype=torch.float64, requires_grad=True)
+    advantages_BR = torch.tensor([[0.7, -1.5]], dtype=torch.float64)
+
+    policy_losses.sapo(
+        current_BR,
+        old_BR=current_BR.detach(),
+        advantages_BR=advantages_BR,
+        mask_BR=torch.ones(1, 2),
+    ).sum().backward()
+
+    torch.testing.assert_close(current_BR.grad, -advantages_BR)
+
+
+def test_dppo_keeps_rare_tokens_that_ppo_clips() -> None:
+    # From 0.001 to 0.01 the ratio is 10, and the policies differ by 0.009. From 0.6 to 0.8 the
+    # ratio is 1.33, and they differ by 0.2.
+    behaviour_BR = torch.tensor([[0.001, 0.6]]).log()
+    current_BR = torch.tensor([[0.01, 0.8]]).log()
+
+    is_masked_BR = policy_losses.dppo_masked(
+        current_BR,
+        behaviour_BR=behaviour_BR,
+        advantages_BR=torch.ones(1, 2),
+        mask_BR=torch.ones(1, 2),
+    )
+
+    assert is_masked_BR.tolist() == [[False, True]]
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_dppo_masks_a_certain_token_that_became_unlikely(divergence: Any) -> None:
+    is_masked_BR = policy_losses.dppo_masked(
+        torch.tensor([[-1.0]]),
+        behaviour_BR=torch.tensor([[0.0]]),
+        advantages_BR=-torch.ones(1, 1),
+        mask_BR=torch.ones(1, 1),
+        divergence=divergence,
+    )
+
+    assert is_masked_BR.tolist() == [[True]]
+
+
+def test_entropies_match_small_distributions() -> None:
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, -math.inf, 0.0, -math.inf]])
+    logits.requires_grad_()
+
+    entropies = losses.token_entropies(logits, temperature=0.5)
+    entropies.sum().backward()
+
+    assert entropies.tolist() == pytest.approx([math.log(4), math.log(2)])
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+    skewed = torch.tensor([[math.log(0.8), math.log(0.2)]])
+    expected = -0.8 * math.log(0.8) - 0.2 * math.log(0.2)
+    assert losses.token_entropies(skewed).item() == pytest.approx(expected)
+    assert losses.token_entropies(skewed / 2, temperature=0.5).item() == pytest.approx(expected)
 
 
 def test_dual_clip_removes_the_gradient_of_bad_extreme_tokens() -> None:
@@ -245,37 +234,48 @@ def test_response_logprobs_refuse_a_response_without_a_prompt() -> None:
         )
 
 
-# Ratios exp(current - old) of the vector: 1.2214, 7.3891, 1, 0.3679; their geometric mean 1.3499.
+# Ratios exp(current - old): 1.2214, 7.3891, 1, 0.3679; their geometric mean is 1.3499.
 CURRENT = torch.tensor([[-1.0, -2.0, -0.5, -3.0]], dtype=torch.float64)
-PREVIOUS = torch.tensor([[-1.2, -4.0, -0.5, -2.0]], dtype=torch.float64)
+OLD = torch.tensor([[-1.2, -4.0, -0.5, -2.0]], dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
-    ("name", "advantage", "options", "expected"),
+    ("name", "advantage", "expected"),
     [
-        ("ppo_clip", 1.0, {}, [-1.2, -1.2, -1.0, -0.3679]),
-        ("ppo_clip", -1.0, {}, [1.2214, 7.3891, 1.0, 0.8]),
-        ("ppo_clip", -1.0, {"dual_clip": 3.0}, [1.2214, 3.0, 1.0, 0.8]),
-        ("gspo", 1.0, {}, [-1.0004] * 4),
-        ("gspo", -1.0, {}, [1.3499] * 4),
-        ("cispo", 1.0, {}, [1.2214, 2.56, 0.5, 1.1036]),
-        ("kl_k1", 1.0, {}, [0.2, 2.0, 0.0, -1.0]),
-        ("kl_k2", 1.0, {}, [0.02, 2.0, 0.0, 0.5]),
-        ("kl_k3", 1.0, {}, [0.0187, 1.1353, 0.0, 0.7183]),
-        # Current and old are equal: only the weight exp(old - behaviour) is left, 0 above 5.
-        ("decoupled_ppo", 1.0, {"behaviour_BR": PREVIOUS}, [-1.2214, 0, -1.0, -0.3679]),
+        ("ppo_clip", 1.0, [-1.2, -1.2, -1.0, -0.3679]),
+        ("ppo_clip", -1.0, [1.2214, 7.3891, 1.0, 0.8]),
+        ("dual_clip", -1.0, [1.2214, 3.0, 1.0, 0.8]),
+        ("gspo", 1.0, [-1.0004] * 4),
+        ("gspo", -1.0, [1.3499] * 4),
+        ("cispo", 1.0, [1.2214, 2.56, 0.5, 1.1036]),
+        ("kl_k1", 1.0, [0.2, 2.0, 0.0, -1.0]),
+        ("kl_k2", 1.0, [0.02, 2.0, 0.0, 0.5]),
+        ("kl_k3", 1.0, [0.0187, 1.1353, 0.0, 0.7183]),
+        ("decoupled_ppo", 1.0, [-1.2214, 0, -1.0, -0.3679]),
+        # Probabilities move by 0.0667, 0.1170, 0 and -0.0855: none by more than 0.15.
+        ("dppo", 1.0, [-1.2214, -7.3891, -1.0, -0.3679]),
+        # KL divergences of the two-way choice: 0.0107, 0.0579, 0 and 0.0482.
+        ("dppo kl", 1.0, [-1.2214, 0.0, -1.0, -0.3679]),
+        ("sapo", 1.0, [-2.2205, -3.9933, -2.0, -1.3881]),
+        ("sapo", -1.0, [2.1252, 3.8049, 1.9048, 1.2949]),
+        # Log-ratios 0.2, 0.4 for 2, 0 and -1: their mean is -0.1.
+        ("gmpo", 1.0, [-0.9048] * 4),
+        # Log-ratios 0.2, 2, 0 and -0.4 for -1: their mean is 0.45.
+        ("gmpo", -1.0, [1.5683] * 4),
+        ("clip_cov", 1.0, [0.0, -1.2, 0.0, -0.3679]),
+        ("kl_cov", 1.0, [-1.0214, -7.3891, -1.0, -0.3679]),
+        ("cross_entropy", 1.0, [1.0, 2.0, 0.5, 3.0]),
+        ("entropy_bonus", 1.0, [0.1, 0.2, 0.05, 0.3]),
+        # The return is 1. The values are clipped to -1, -3.8, -0.5 and -2.2.
+        ("clipped_value_loss", 1.0, [2.0, 11.52, 1.125, 8.0]),
     ],
 )
-def test_loss_matches_the_golden_vector(
-    name: str, advantage: float, options: Any, expected: list[float]
-) -> None:
-    function = getattr(losses, name)
-    loss_BR = (kl_to_old(function) if name.startswith("kl") else function)(
+def test_loss_matches_the_golden_vector(name: str, advantage: float, expected: list[float]) -> None:
+    loss_BR = LOSSES[name](
         CURRENT,
-        old_BR=CURRENT if options.get("behaviour_BR") is PREVIOUS else PREVIOUS,
+        old_BR=OLD,
         advantages_BR=torch.full((1, 4), advantage, dtype=torch.float64),
-        mask_BR=torch.ones(1, 4),
-        **options,
+        mask_BR=torch.ones(1, 4, dtype=torch.bool),
     )
 
     assert [round(value, 4) for value in loss_BR[0].tolist()] == expected

@@ -94,16 +94,6 @@ def test_statistics_of_the_step_describe_all_its_mini_batches() -> None:
     assert report.items() > critic.step_statistics.items()
 
 
-def test_variance_of_equal_returns_is_not_explained() -> None:
-    critic = make_critic(make_value_model(head_std=0.0), text="lam=1")
-    step = [pulled(testkit.rows("abCD", "xY"))]
-
-    _ready(_engine(critic), step)
-
-    assert critic.step_statistics["return_mean"] == 1.0
-    assert np.isnan(critic.step_statistics["explained_variance"])
-
-
 def test_targets_stay_fixed_in_later_epochs() -> None:
     critic = make_critic()
     engine = _engine(critic)
