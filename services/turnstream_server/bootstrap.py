@@ -102,7 +102,6 @@ def start_batcher(
     from turnstream_server.batcher.assembly.archive import archive_step
     from turnstream_server.batcher.planner.snapshotting import Upkeep
     from turnstream_server.batcher.serving.service import BatcherOptions, run_batcher
-    from turnstream_server.bus.release.compact_records import LedgerFolder
 
     readiness = observe_process(
         settings, service="batcher", listen=metrics_listen, is_insecure=is_insecure
@@ -113,8 +112,6 @@ def start_batcher(
     wait_for_store(redis_url, durability=settings.durability, timeout_s=settings.start_wait_s)
     folder = settings.archive_dir
     archive = functools.partial(archive_step, redis_url, folder=folder) if folder else None
-    hot_batches = settings.ledger_hot_batches
-    ledger_folder = LedgerFolder(folder=folder, hot_batches=hot_batches) if folder else None
     listen = listen or f"{settings.batcher_host}:{settings.batcher_port}"
     options = BatcherOptions(
         redis_url=redis_url,
@@ -126,7 +123,7 @@ def start_batcher(
         get_wait_max_s=settings.get_wait_max_s,
         leader_lease_s=settings.lease_s,
         cache_bytes=settings.assembly_cache_bytes,
-        upkeep=Upkeep(archive=archive, ledger_folder=ledger_folder),
+        upkeep=Upkeep(archive=archive),
         readiness=readiness,
     )
     if folder:
@@ -161,7 +158,6 @@ def start_gateway(
         redis_url=redis_url,
         listen=listen,
         folder=folder,
-        archive_dir=settings.archive_dir,
         read_share=functools.partial(read_share, redis_url),
         address_file=address_file,
         names=frozenset(each.strip().lower() for each in settings.http_names.split(",") if each),

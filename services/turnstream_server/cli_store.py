@@ -70,8 +70,7 @@ def text(
     """Print a trajectory as text: prompts, sampled and masked tokens, turns, rewards."""
     from turnstream_server.jobs import trajectory_text as jobs
 
-    url, folder = store_url(redis), environment().archive_dir
-    content = jobs.read_text(url, run, trajectory, tokenizer=tokenizer, folder=folder)
+    content = jobs.read_text(store_url(redis), run, trajectory, tokenizer=tokenizer)
     output(content, jobs.print_text, as_json=as_json, ensure_ascii=False)
 
 
@@ -87,11 +86,11 @@ def ledger(
     """Count the trajectories of a run by state, or show the history of one."""
     from turnstream_server.jobs import ledger as jobs
 
-    url, folder = store_url(redis), environment().archive_dir
+    url = store_url(redis)
     if trajectory is None:
         output(jobs.read_run_ledger(url, run), jobs.print_ledger, as_json=as_json)
     else:
-        content = jobs.read_trajectory(url, run, trajectory, folder=folder)
+        content = jobs.read_trajectory(url, run, trajectory)
         output(content, functools.partial(jobs.print_trajectory, run), as_json=as_json)
 
 
@@ -115,7 +114,7 @@ def batch(
     from turnstream_server.jobs import batches as jobs
     from turnstream_server.jobs import merges
 
-    url, folder = store_url(redis), environment().archive_dir
+    url = store_url(redis)
     if out is not None:
         ranks = {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
         paths = [str(path) for path in jobs.write_batch(url, run, step, out, **ranks)]
@@ -124,7 +123,7 @@ def batch(
         output(merges.read_merge(url, run, step), merges.print_merge, as_json=as_json)
     else:
         print_batch = functools.partial(jobs.print_batch, run, show_all=show_all)
-        output(jobs.read_batch(url, run, step, folder=folder), print_batch, as_json=as_json)
+        output(jobs.read_batch(url, run, step), print_batch, as_json=as_json)
 
 
 @app.command(rich_help_panel=PANEL)
@@ -168,8 +167,7 @@ def plot(
     from turnstream_server.jobs.plots import read_metrics
     from turnstream_server.trainer.reporting.plot import plot_metrics
 
-    folder = environment().archive_dir
-    found = read_metrics(source, redis_url=store_url(redis), folder=folder)
+    found = read_metrics(source, redis_url=store_url(redis))
     plot_metrics(found.steps, out, title=source, source=found.source)
     num_steps = len(found.steps)
     facts = {"file": str(out), "metrics": found.source, "num_steps": num_steps}

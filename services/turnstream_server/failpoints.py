@@ -40,14 +40,13 @@ NAMES: Final = frozenset(
         "finish_run.after",
         "reject.before",  # an event cannot be read or folded, the store does not know yet
         "reject.after",  # the decision is stored, nothing that depends on it is planned
+        "archive.before_rename",  # the file of a step is written, and has no name yet
         "advance_watermark.before",  # the acts of the release, in their order
         "release_payload.before",
         "release_bytes.before",
         "fold_batch.before",
         "finish_batch.before",
         "fold_ended.before",
-        "write_ledger_file.before",
-        "move_to_file.before",
         "save_snapshot.before",
         "trim_events.before",
         "park.before",  # a run looks idle, it is still led

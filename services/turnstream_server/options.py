@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import secrets
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -133,3 +134,11 @@ def _default(field: Any) -> Any:
     if field.default is not MISSING:
         return field.default
     return inspect.Parameter.empty if field.default_factory is MISSING else None
+
+
+def write_address(path: Path, address: str) -> None:
+    """Write the address of a service to a file, which appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
+    draft.write_text(address, encoding="utf-8")
+    draft.replace(path)

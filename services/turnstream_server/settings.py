@@ -50,9 +50,8 @@ class Settings(BaseSettings):
         lease_s: seconds after which a silent planner loses its leadership.
         get_wait_max_s: longest time the batcher holds a call that waits for a batch.
         assembly_cache_bytes: encoded mini-batches that a batcher keeps to answer again.
-        archive_dir: folder for what was trained, as Parquet, written before it is released.
-        ledger_hot_batches: with an archive folder, what is older than so many released batches is
-            known from files there, and no longer in the store.
+        archive_dir: folder in which the batcher writes each trained step as Parquet, before the
+            step is released; without it no step is written.
         log_level: least level in the log: DEBUG, INFO, WARNING or ERROR.
         log_format: "text", or "json": one object per line.
         metrics_listen: "host:port" or "port" for /metrics, /healthz and /readyz of each service;
@@ -88,7 +87,6 @@ class Settings(BaseSettings):
     get_wait_max_s: float = Field(default=30.0, gt=0.0)
     assembly_cache_bytes: int = Field(default=512 * 1024 * 1024, ge=0)
     archive_dir: Path | None = None
-    ledger_hot_batches: int = Field(default=10_000, ge=1)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     log_format: Literal["text", "json"] = "text"
     metrics_listen: str = ""

@@ -34,7 +34,6 @@ class GatewayOptions:
     Attributes:
         redis_url: address of the store.
         listen: "host:port"; port 0 takes a free one.
-        archive_dir: folder with archived ledgers; None for none.
         read_share: assembles mini-batches; None offers none.
         folder: shared folder of the workers, for downloads of exported weights; None offers none.
         address_file: receives the bound address once the server answers; None for none.
@@ -52,7 +51,6 @@ class GatewayOptions:
 
     redis_url: str
     listen: str = "127.0.0.1:0"
-    archive_dir: Path | None = None
     read_share: ReadShare | None = None
     folder: Path | None = None
     address_file: Path | None = None

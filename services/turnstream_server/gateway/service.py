@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import resource
-import secrets
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import redis.asyncio
@@ -32,7 +29,7 @@ from turnstream_server.gateway.key_limits import LimitedApp
 from turnstream_server.gateway.observing import ObservedApp
 from turnstream_server.gateway.polls import Polls
 from turnstream_server.gateway.state import Gateway
-from turnstream_server.options import split_address
+from turnstream_server.options import split_address, write_address
 from turnstream_server.telemetry.checks import folder_check, store_check
 
 logger = logging.getLogger(__name__)
@@ -73,7 +70,7 @@ async def _serve_until_signal(options: GatewayOptions) -> None:
         loop.add_signal_handler(number, stop.set)
     async with serving(options) as address:
         if options.address_file is not None:
-            await asyncio.to_thread(_write_whole, options.address_file, address)
+            await asyncio.to_thread(write_address, options.address_file, address)
         await stop.wait()
         logger.info("gateway at %s stops", address)
 
@@ -207,11 +204,3 @@ def _allow_connections() -> None:
     """Raise the limit of open files: each poll is a connection, and 1,024 is a usual limit."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file that appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)

@@ -87,10 +87,10 @@ def write_batch(
     return paths
 
 
-def read_batch(url: str, run: str, step: int, *, folder: Path | None = None) -> dict[str, Any]:
+def read_batch(url: str, run: str, step: int) -> dict[str, Any]:
     """Return a batch in plain values; a released batch has names and checksums."""
     with store_client(url) as client:
-        return batch_facts(client, open_run(client, run), step, folder=folder)
+        return batch_facts(client, open_run(client, run), step)
 
 
 def archive_run(url: str, run: str, folder: Path) -> Iterator[Path]:

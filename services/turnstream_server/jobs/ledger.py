@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -56,10 +55,10 @@ def print_ledger(content: Mapping[str, Any], console: Console) -> None:
         console.print(content["full"], highlight=False, soft_wrap=True)
 
 
-def read_trajectory(url: str, run: str, name: str, *, folder: Path | None = None) -> dict[str, Any]:
+def read_trajectory(url: str, run: str, name: str) -> dict[str, Any]:
     """Return the events of one trajectory, and its state."""
     with store_client(url) as client:
-        return asdict(read_history(client, open_run(client, run), name, folder=folder))
+        return asdict(read_history(client, open_run(client, run), name))
 
 
 def print_trajectory(run: str, content: Mapping[str, Any], console: Console) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from turnstream.store.run.configs import open_run
@@ -19,7 +18,7 @@ class StepMetrics(NamedTuple):
     steps: list[dict[str, Any]]
 
 
-def read_metrics(source: str, *, redis_url: str, folder: Path | None) -> StepMetrics:
+def read_metrics(source: str, *, redis_url: str) -> StepMetrics:
     """Return the metrics of a training.
 
     A run whose trainer has no file on this machine has its mean rewards alone, from the plans and
@@ -28,11 +27,10 @@ def read_metrics(source: str, *, redis_url: str, folder: Path | None) -> StepMet
     Args:
         source: folder of a trainer or of a job, a file of metrics, or a run.
         redis_url: store of the run.
-        folder: archive folder; it has the records of old batches.
     """
     path = find_metrics(source, redis_url=redis_url)
     if path is not None:
         return StepMetrics(str(path), read_steps(path))
     with store_client(redis_url) as client:
-        steps = reward_curve(client, open_run(client, source), folder=folder)
+        steps = reward_curve(client, open_run(client, source))
     return StepMetrics(f"the batches of run {source}", steps)

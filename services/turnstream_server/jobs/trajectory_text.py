@@ -66,16 +66,14 @@ def print_text(content: dict[str, Any], console: Console) -> None:
     console.print(f"reward {reward}{planned}")
 
 
-def read_text(
-    url: str, run: str, name: str, *, tokenizer: Path, folder: Path | None = None
-) -> dict[str, Any]:
+def read_text(url: str, run: str, name: str, *, tokenizer: Path) -> dict[str, Any]:
     """Return a trajectory with its turns as text, in plain values."""
     from turnstream_server.generators.chat import load_tokenizer
 
     decode = functools.partial(load_tokenizer(tokenizer).decode, skip_special_tokens=False)
     with store_client(url) as client:
         run = open_run(client, run)
-        history = read_history(client, run, name, folder=folder)
+        history = read_history(client, run, name)
         turns = _read_turns(client, run, history)
     return {
         "run": run,

@@ -24,19 +24,20 @@ from turnstream_server.embedded import EmbeddedServer
 
 # A batcher process that dies or stops at a failpoint: url, failpoint, and options as JSON.
 BATCHER = """
-import asyncio, json, sys
+import asyncio, functools, json, sys
 from pathlib import Path
 from turnstream_server import failpoints
+from turnstream_server.batcher.assembly.archive import archive_step
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.batcher.serving.service import BatcherOptions
 from turnstream_server.batcher.serving.service import serving
-from turnstream_server.bus.release.compact_records import LedgerFolder
 
 url, failpoint, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 failpoints.arm(failpoint)
 upkeep = options.pop("upkeep", {})
 if "folder" in upkeep:
-    upkeep["ledger_folder"] = LedgerFolder(folder=Path(upkeep.pop("folder")), hot_batches=2)
+    folder = Path(upkeep.pop("folder"))
+    upkeep["archive"] = functools.partial(archive_step, url, folder=folder)
 
 async def main():
     made = BatcherOptions(redis_url=url, upkeep=Upkeep(**upkeep), **options)

@@ -1,7 +1,9 @@
-"""Trained steps in archives, and records of old batches in files."""
+"""Trained steps as files of an archive."""
 
 import asyncio
+import functools
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,24 @@ import pyarrow.parquet as pq
 import pytest
 
 from testkit import group, trajectory, turn, wait_until_async
-from turnstream.errors import CorruptRecordError, NotReadyError
+from turnstream.errors import ReleasedError
 from turnstream.store.client import keys
-from turnstream.types import TrajectoryState
 from turnstream_server.batcher.assembly.archive import archive_path, archive_step
 from turnstream_server.batcher.planner import releaser
 from turnstream_server.batcher.planner.snapshotting import Upkeep
-from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.queries.trajectory_history import TrajectoryNotFoundError, read_history
-from turnstream_server.bus.release.compact_records import LedgerFileError, LedgerFolder
 from turnstream_server.jobs.batches import archive_run, read_batch
+
+PLACES = (
+    "archive.before_rename",
+    "advance_watermark.before",
+    "release_payload.before",
+    "release_bytes.before",
+    "fold_batch.before",
+    "finish_batch.before",
+)
+"""Places in a round of the release at which a batcher is killed, in their order."""
 
 
 async def train(house, run, *, steps, **batcher):
@@ -38,6 +47,10 @@ async def released(house, run, step):
     await wait_until_async(
         lambda: house.frontier(run).released >= step, describe=f"the release of step {step}"
     )
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*/*"))
 
 
 def columns(pulled, name):
@@ -161,12 +174,12 @@ async def test_nothing_is_released_before_it_is_archived(house, tmp_path):
 async def test_folder_that_cannot_be_written_delays_the_release(house, tmp_path):
     run = house.create_run(batch_groups=1, retain_checkpoints=1)
     await house.publish(run, *(group(f"g{i}") for i in range(3)))
-    tried, space = [], []
+    obstacle, tried = archive_path(tmp_path, run, 2), []
+    obstacle.mkdir(parents=True)  # a folder is in the place of the file, even for root
 
     def archive(name, step):
         tried.append(step)
-        if step == 2 and not space:
-            raise OSError("the disk is full")
+        archive_step(house.url, name, step, folder=tmp_path)
 
     def trouble():
         return read_snapshot(house.client, run).release_trouble
@@ -177,9 +190,10 @@ async def test_folder_that_cannot_be_written_delays_the_release(house, tmp_path)
     await wait_until_async(lambda: tried.count(2) >= 3, describe="another try")
     assert house.frontier(run).released == 1
     assert house.client.exists(keys.trajectory_keys(run, "g1/0/0").turns)
-    assert trouble() == "step 2 is not archived: the disk is full"
+    assert trouble().startswith("step 2 is not archived: [Errno 21] Is a directory")
+    assert files_in(tmp_path) == ["step-00000001.parquet", "step-00000002.parquet"]
 
-    space.append(1)
+    obstacle.rmdir()
     await released(house, run, 3)
     await wait_until_async(lambda: not trouble(), describe="the end of the trouble")
 
@@ -225,126 +239,57 @@ async def test_a_file_of_another_run_of_the_same_name_is_replaced(house, tmp_pat
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-NUM_STEPS = 8
+async def test_killed_batcher_leaves_no_part_of_a_file(
+    house: Any, start_batcher_process: Callable[..., Any], tmp_path: Path
+) -> None:
+    upkeep: dict[str, Any] = {"snapshot_events": 1, "snapshot_steps": 1, "folder": str(tmp_path)}
+    run = house.create_run(batch_groups=1, retain_checkpoints=1)
+    await house.publish(run, *(group(f"g{step}") for step in range(1, 6)))
 
+    def refuse(name: str, step: int) -> None:
+        raise OSError("another replica will archive it")
 
-def upkeep(folder: Path | None) -> Upkeep:
-    place = None if folder is None else LedgerFolder(folder=folder, hot_batches=2)
-    return Upkeep(snapshot_events=1, snapshot_steps=1, ledger_folder=place)
-
-
-async def train_all(house: Any, batcher_upkeep: Upkeep, *, cold: int) -> str:
-    """Train a new run; return it once 7 steps are released, `cold` of them in files."""
-    run = house.create_run(batch_groups=1)
-    await house.publish(run, *(group(f"g{i}") for i in range(1, NUM_STEPS + 1)))
-    await train(house, run, steps=NUM_STEPS, upkeep=batcher_upkeep)
-    await reached(house, run, cold=cold)
-    return run
-
-
-async def reached(house: Any, run: str, *, cold: int) -> None:
-    frontier = keys.run_keys(run).frontier
-    await wait_until_async(
-        lambda: (
-            house.client.hmget(frontier, "folded", "cold") == [b"7", b"%d" % cold if cold else None]
-        ),
-        60,
-        describe=f"7 folded steps, {cold} in files",
-    )
-
-
-def hot_steps(house: Any, run: str) -> list[int]:
-    return sorted(map(int, house.client.hkeys(keys.run_keys(run).past)))
-
-
-def files_in(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*/*"))
-
-
-@pytest.fixture
-async def cooled(house, tmp_path: Path) -> str:
-    """A run of eight trained steps: seven are released, the first four of them in two files."""
-    return await train_all(house, upkeep(tmp_path), cold=4)
-
-
-async def test_records_of_old_batches_move_to_files_that_answer_for_them(
-    house, cooled: str, tmp_path: Path
-):
-    batches = [read_batch(house.url, cooled, step, folder=tmp_path) for step in range(1, 8)]
-    trained = read_history(house.client, cooled, "g1/1/0", folder=tmp_path)
-
-    assert [batch["step"] for batch in batches] == list(range(1, 8))
-    assert [batch["trajectories"][1]["id"] for batch in batches] == [
-        f"g{step}/1/0" for step in range(1, 8)
-    ]
-    assert (trained.state, trained.step) == (TrajectoryState.COMMITTED, 1)
-    assert read_history(house.client, cooled, "g6/0/0", folder=None).step == 6
-    assert hot_steps(house, cooled) == [5, 6, 7]
-    files = sorted(path.name for path in (tmp_path / keys.encode_name(cooled)).iterdir())
-    assert [name.rpartition("-")[0] for name in files] == [
-        *("ledger-00000001-00000002", "ledger-00000003-00000004"),
-    ]
-    read_ledger(house.client, cooled).check()
-    with pytest.raises(TrajectoryNotFoundError):
-        read_history(house.client, cooled, "never/0/0", folder=tmp_path)
-    with pytest.raises(NotReadyError):
-        read_batch(house.url, cooled, 9, folder=tmp_path)
-
-
-async def test_without_the_folder_the_answer_says_which_file_it_is_in(
-    house, cooled: str, tmp_path: Path
-):
-    with pytest.raises(LedgerFileError, match=r"ledger-00000003-00000004-.*TURNSTREAM_ARCHIVE_DIR"):
-        read_batch(house.url, cooled, 3)
-    with pytest.raises(LedgerFileError):
-        read_history(house.client, cooled, "never/0/0", folder=None)
-    with pytest.raises(LedgerFileError, match="No such file"):
-        read_batch(house.url, cooled, 3, folder=tmp_path / "elsewhere")
-
-
-async def test_a_damaged_file_is_found_by_its_checksum(house, cooled: str, tmp_path: Path):
-    for path in [path for path in files_in(tmp_path) if "ledger-00000001-" in path.name]:
-        content = bytearray(path.read_bytes())
-        content[-20] ^= 1
-        path.write_bytes(content)
-
-    with pytest.raises(CorruptRecordError, match="checksum"):
-        read_batch(house.url, cooled, 2, folder=tmp_path)
-    assert read_batch(house.url, cooled, 4, folder=tmp_path)["step"] == 4
-
-
-async def test_folder_that_cannot_be_written_keeps_the_records_in_the_store(
-    house, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    (tmp_path / "file").touch()
-    run = await train_all(house, upkeep(tmp_path / "file"), cold=0)
-
-    assert hot_steps(house, run) == list(range(1, 8))
-
-    await wait_until_async(lambda: "stays in the store" in caplog.text)
-    await wait_until_async(
-        lambda: "the ledger stays in" in read_snapshot(house.client, run).release_trouble,
-        describe="the error that `turnstream why` reports",
-    )
-    assert read_batch(house.url, run, 1)["step"] == 1
-
-
-@pytest.mark.parametrize("act", ["write_ledger_file", "move_to_file"])
-async def test_successor_of_a_leader_killed_while_moving_records_moves_them(
-    house, start_batcher_process, tmp_path: Path, act: str
-):
-    run = await train_all(house, upkeep(None), cold=0)
+    await train(house, run, steps=3, upkeep=Upkeep(archive=refuse))
     await house.close()
 
-    upkeep_options = {"snapshot_events": 1, "snapshot_steps": 1, "folder": str(tmp_path)}
-    doomed = start_batcher_process(f"{act}.before", upkeep=upkeep_options)
-    status = await asyncio.to_thread(doomed.wait, 60)
-    files = len(files_in(tmp_path))
-    still_hot = hot_steps(house, run)
-    await house.start_batcher(lease_s=0.6, upkeep=upkeep(tmp_path))
-    await reached(house, run, cold=4)
+    files: list[list[str]] = []
+    for place in PLACES:
+        doomed = start_batcher_process(place, upkeep=upkeep)
+        assert await asyncio.to_thread(doomed.wait, 60) == -signal.SIGKILL, place
+        files.append(files_in(tmp_path))
+    archive = functools.partial(archive_step, house.url, folder=tmp_path)
+    await house.start_batcher(
+        lease_s=0.6, upkeep=Upkeep(snapshot_events=1, snapshot_steps=1, archive=archive)
+    )
+    await released(house, run, 3)
 
-    assert status == -signal.SIGKILL
-    assert (files, still_hot) == (int(act == "move_to_file"), list(range(1, 8)))
-    assert len(files_in(tmp_path)) == 2
-    assert read_batch(house.url, run, 1, folder=tmp_path)["step"] == 1
+    whole = [f"step-0000000{step}.parquet" for step in range(1, 4)]
+    assert [each.endswith(".draft") for each in files[0]] == [True]
+    assert files[-1] == whole
+    assert files_in(tmp_path) == whole
+    for step in range(1, 4):
+        table = pq.read_table(archive_path(tmp_path, run, step))
+        batch = await asyncio.to_thread(read_batch, house.url, run, step)
+        assert table.schema.metadata[b"manifest_hash"].decode() == batch["manifest_hash"]
+        assert set(table["trajectory_id"].to_pylist()) == {f"g{step}/0/0", f"g{step}/1/0"}
+
+
+async def test_record_that_an_earlier_release_moved_to_a_file_is_named(house: Any) -> None:
+    run = house.create_run(batch_groups=1)
+    await house.publish(run, *(group(f"g{step}") for step in range(1, 4)))
+    await train(house, run, steps=3, upkeep=Upkeep(snapshot_events=1, snapshot_steps=1))
+    names = keys.run_keys(run)
+    await wait_until_async(lambda: house.client.hlen(names.past) == 2)
+    with pytest.raises(TrajectoryNotFoundError, match="never had a trajectory 'g0/0/0'"):
+        await asyncio.to_thread(read_history, house.client, run, "g0/0/0")
+
+    house.client.hdel(names.past, "1")
+    house.client.hset(names.cold, "1", "name/ledger-00000001-00000001-0123456789ab.bin")
+
+    for error, read in (
+        (ReleasedError, lambda: read_batch(house.url, run, 1)),
+        (TrajectoryNotFoundError, lambda: read_history(house.client, run, "g1/0/0")),
+    ):
+        with pytest.raises(error, match=r"records of steps up to 1 to files ledger-\*\.bin"):
+            await asyncio.to_thread(read)
+    assert (await asyncio.to_thread(read_batch, house.url, run, 2))["step"] == 2

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from testkit.scripts import script
 from turnstream.errors import FencedError, ReleasedError, RunNotFoundError, TurnstreamError
-from turnstream.records.compact import CompactBatch, encode_batch
 from turnstream.store.client import keys
 from turnstream.store.client.scripts import run_command_async
-from turnstream.types import RecoveryToken, TrajectoryKey
+from turnstream.types import RecoveryToken
 from turnstream_server.bus.leadership.snapshots import save_snapshot, trim_events
 from turnstream_server.bus.leadership.writes import Difference, write
-from turnstream_server.bus.release.compact_records import (
-    LedgerFolder,
-    find_past_step,
-    read_past_batch,
-    write_ledger_file,
-)
 from turnstream_server.bus.release.release import read_release_state
 from turnstream_server.bus.release.release_writes import WatermarkFacts, advance
 from turnstream_server.bus.sessions.observers import (
@@ -279,49 +270,6 @@ async def test_bytes_stay_held_if_their_payload_could_not_be_removed(run: Any) -
 
     await run.client.delete(meta)
     assert b"a/0/0" in await run.hash_of("held")
-
-
-KEY = TrajectoryKey("g", 0)
-
-
-def batch(step: int) -> CompactBatch:
-    return CompactBatch(
-        step=step, manifest_hash=f"h{step}", lineage="main", trajectories=(KEY,), crcs=(1,)
-    )
-
-
-def test_each_record_is_found_in_the_file_with_its_step(
-    client: redis.Redis, new_run: Callable[..., str], tmp_path: Path
-) -> None:
-    run = new_run(client)
-    for steps in (range(1, 3), range(3, 6)):
-        records = [encode_batch(batch(step)) for step in steps]
-        name = write_ledger_file(tmp_path, run, steps, records)
-        client.hset(keys.run_keys(run).cold, str(steps[-1]), name)
-
-    found = [read_past_batch(client, run, step, folder=tmp_path) for step in range(7)]
-
-    assert found == [None, *map(batch, range(1, 6)), None]
-    assert find_past_step(client, run, KEY, folder=tmp_path) in range(1, 6)
-
-
-@pytest.mark.parametrize(
-    ("hot_batches", "cold", "folded", "steps"),
-    [
-        (2, 0, 3, range(0)),  # one batch is not hot, and a file takes two
-        (2, 0, 4, range(1, 3)),
-        (2, 2, 5, range(0)),
-        (2, 2, 6, range(3, 5)),
-        (1000, 0, 1255, range(0)),
-        (1000, 0, 1256, range(1, 257)),
-    ],
-)
-def test_file_is_due_when_its_batches_are_older_than_the_hot_ones(
-    hot_batches: int, cold: int, folded: int, steps: range
-) -> None:
-    place = LedgerFolder(folder=Path("archive"), hot_batches=hot_batches)
-
-    assert [*place.next_steps(cold=cold, folded=folded)] == [*steps]
 
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"

@@ -277,7 +277,7 @@ def test_run_of_another_trainer_has_the_reward_of_each_batch(
     write(run, "c", reward=1.0)
     wait_until(lambda: read_run_ledger(own_store.url, run.name)["planned"] == 3)
 
-    found = read_metrics(run.name, redis_url=own_store.url, folder=None)
+    found = read_metrics(run.name, redis_url=own_store.url)
 
     assert found.source == f"the batches of run {run.name}"
     assert [each["step"] for each in found.steps] == [1, 2, 3]

@@ -33,7 +33,6 @@ from turnstream_server.bus.planning.replans import MAX_WITHDRAWN
 from turnstream_server.bus.planning.settling import SLICE as END_SLICE
 from turnstream_server.bus.planning.settling import GroupState, settle, settle_evaluation
 from turnstream_server.bus.planning.trajectories import MAX_KEPT_BYTES, MAX_KEPT_EVENTS
-from turnstream_server.bus.release.compact_records import MAX_FILE_BATCHES
 from turnstream_server.bus.release.ended_writes import EndedFacts, replace_ended
 from turnstream_server.bus.release.release import FOLD_SLICE, GROUP_SLICE
 from turnstream_server.bus.release.release_writes import (
@@ -43,7 +42,6 @@ from turnstream_server.bus.release.release_writes import (
     advance,
     finish,
     fold,
-    move,
 )
 
 WORST: Final[dict[str, Build]] = {}
@@ -201,14 +199,6 @@ def finished(store: LimitStore) -> Changes:
     return finish(facts, {1: b"r" * 1_000_000})[0]
 
 
-def moved(store: LimitStore) -> Changes | None:
-    """The most steps of one call."""
-    steps = range(1, MAX_FILE_BATCHES + 1)
-    store.fill(store.keys.past, ((str(step), b"r" * 10_000) for step in steps))
-    store.fill(store.keys.frontier, [("folded", MAX_FILE_BATCHES)])
-    return move(steps, NAME, folded=b"%d" % MAX_FILE_BATCHES, cold=None)
-
-
 @worst(WORST)
 def leader_write(store: LimitStore) -> list[Command]:
     """Slices of plans, the ends of large groups, and the release at its limits."""
@@ -236,7 +226,7 @@ def leader_write(store: LimitStore) -> list[Command]:
         fire_orphaned(open_group(store, "orphaned", state="open", num_open=0)),
     ]
     written = [write_command(term, each) for each in changes if each is not None]
-    for build in (watermark, folded_groups, folded_trajectories, ended, finished, moved):
+    for build in (watermark, folded_groups, folded_trajectories, ended, finished):
         own = LimitStore(store.client, f"{store.run.name}-{build.__name__}")
         changes = build(own)
         assert changes is not None

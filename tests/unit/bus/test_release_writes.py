@@ -17,7 +17,6 @@ from turnstream_server.bus.release.release_writes import (
     fingerprint_of,
     finish,
     fold,
-    move,
 )
 
 STEPS = st.lists(st.integers(1, 50), unique=True).map(sorted)
@@ -144,33 +143,3 @@ def test_each_step_is_finished_once_and_after_the_one_before(
         assert ("FIELDS", "frontier", frontier) in calls
         assert ("HSET", "past", (step, records[step])) in calls
         assert ("HSET", "frontier", ("folded", step)) in calls
-
-
-@pytest.mark.parametrize(
-    ("cold", "folded", "steps", "is_next"),
-    [
-        (0, 4, range(1, 5), True),
-        (2, 9, range(3, 5), True),
-        (2, 3, range(3, 5), False),
-        (2, 9, range(4, 5), False),
-        (2, 9, range(2, 5), False),
-    ],
-)
-def test_records_move_to_a_file_in_order_and_once(
-    cold: int, folded: int, steps: range, is_next: bool
-) -> None:
-    facts = {"folded": b"%d" % folded, "cold": b"%d" % cold}
-    if not is_next:
-        with pytest.raises(ConflictError, match=f"to 4 are not next: step {cold} is in a file"):
-            move(steps, "f", **facts)
-        return
-
-    changes = move(steps, "f", **facts)
-
-    assert changes is not None
-    assert ("HDEL", "past", (*steps,)) in changes.calls()
-    assert ("HSET", "cold", (4, "f")) in changes.calls()
-    assert ("FIELDS", "frontier", ("folded", b"=%d" % folded, "cold", b"=%d" % cold)) in [
-        *changes.calls()
-    ]
-    assert move(steps, "f", folded=facts["folded"], cold=b"4") is None

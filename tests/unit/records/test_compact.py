@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import json
 import random
-import struct
 import uuid
 import zlib
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,13 +17,12 @@ from turnstream.records.compact import (
     compact_batch,
     decode_batch,
     decode_ends,
-    decode_ledger_file,
     encode_batch,
     encode_ends,
-    encode_ledger_file,
+    names_group,
     trajectory_crc,
 )
-from turnstream.records.framing import ENDS, LEDGER_FILE, write_frame
+from turnstream.records.framing import ENDS, write_frame
 from turnstream.types import TrajectoryKey
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -160,21 +157,12 @@ def test_a_trajectory_of_a_counted_group_costs_little_beside_its_checksum(size: 
     assert len(record) / len(trajectories) < 4 + 2.4 / size + 0.1
 
 
-@given(st.lists(st.binary(max_size=40), max_size=20))
-def test_ledger_file_returns_its_records_in_order(records: list[bytes]) -> None:
-    assert decode_ledger_file(encode_ledger_file(records)) == records
+@given(st.lists(keys, min_size=1, unique=True), st.booleans())
+def test_each_group_is_found_in_its_record_before_the_record_is_decoded(
+    trajectories: list[TrajectoryKey], of_ends: bool
+) -> None:
+    ends = dict.fromkeys(trajectories, "filtered:x")
+    record = encode_ends(ends) if of_ends else encode_batch(batch_of(trajectories))
 
-
-@pytest.mark.parametrize(
-    ("lengths", "problem"),
-    [
-        (struct.pack("<I", 2), "has not the"),
-        (struct.pack("<I", 4), "has not the"),
-        (b"abc", "are cut short"),
-    ],
-)
-def test_ledger_file_with_wrong_lengths_is_refused(lengths: bytes, problem: str) -> None:
-    content = write_frame(LEDGER_FILE, lengths, [np.zeros(3, np.uint8)])
-
-    with pytest.raises(CorruptRecordError, match=problem):
-        decode_ledger_file(content)
+    assert all(names_group(record, key.group_id) for key in trajectories)
+    assert not names_group(record, "another group")

@@ -48,9 +48,6 @@ KINDS = {
     "manifest": Kind(framing.MANIFEST, decode_manifest, encode_manifest(manifest("g0", "g1"))),
     "compact": Kind(framing.COMPACT, compact.decode_batch, BATCH),
     "compact ends": Kind(framing.ENDS, compact.decode_ends, ENDS),
-    "ledger file": Kind(
-        framing.LEDGER_FILE, compact.decode_ledger_file, compact.encode_ledger_file([BATCH, ENDS])
-    ),
     "snapshot": Kind(framing.SNAPSHOT, decode_snapshot, encode_snapshot(snapshot_of(FoldState()))),
     "evaluation": Kind(
         framing.EVALUATION,

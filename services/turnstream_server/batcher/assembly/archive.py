@@ -1,8 +1,10 @@
-"""The archive of trained steps for pandas, polars and DuckDB: one Parquet file per step."""
+"""The archive of trained steps, for pandas, polars and DuckDB: one Parquet file per step."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +23,7 @@ from turnstream.types.names import file_name
 from turnstream_server.batcher.assembly.assembler import assemble_batch, read_planned_batch
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.bus.planning.trajectories import read_seals
-from turnstream_server.bus.release.compact_records import write_durably
+from turnstream_server.failpoints import reach
 
 ROW_GROUP_ROWS: Final = 4_096
 """Rows that a reader unpacks at once; with tens of thousands of tokens a row that is hundreds of
@@ -58,7 +60,7 @@ def archive_step(url: str, run: str, step: int, *, folder: Path) -> Path:
     if not _is_archived(path, manifest_hash=batch.manifest_hash):
         file = pa.BufferOutputStream()
         pq.write_table(_table(url, batch), file, compression="zstd", row_group_size=ROW_GROUP_ROWS)
-        write_durably(path, memoryview(file.getvalue()))
+        _write(path, memoryview(file.getvalue()))
     return path
 
 
@@ -71,6 +73,32 @@ def _is_archived(path: Path, *, manifest_hash: str) -> bool:
     except (pa.ArrowException, OSError):
         return False
     return metadata.get(b"manifest_hash") == manifest_hash.encode()
+
+
+def _write(path: Path, content: memoryview) -> None:
+    """Write a file that appears whole or not at all, and is on disk when this returns.
+
+    Drafts of this file that a killed process left are removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in path.parent.glob(f".{path.name}.*.draft"):
+        leftover.unlink(missing_ok=True)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        reach("archive.before_rename")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    for changed in (path.parent, path.parent.parent):
+        descriptor = os.open(changed, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # keeps the names in the folder
+        finally:
+            os.close(descriptor)
 
 
 def _table(url: str, batch: PlannedBatch) -> pa.Table:

@@ -27,11 +27,6 @@ from turnstream_server.bus.admin.dead_letters import discard_oldest
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.leadership.leadership import Term, note_trouble
 from turnstream_server.bus.planning.manifests import StoredManifest, read_manifests
-from turnstream_server.bus.release.compact_records import (
-    move_to_file,
-    read_hot_records,
-    write_ledger_file,
-)
 from turnstream_server.bus.release.release import (
     FOLD_SLICE,
     ReleaseState,
@@ -112,12 +107,7 @@ class Releaser:
     async def run_round(self) -> bool:
         """Run one round, and record its errors in the run; return whether it had work."""
         trouble, has_worked = "", False
-        jobs = (
-            self._release_batches,
-            self._release_ended,
-            self._discard_dead_letters,
-            self._move_to_file,
-        )
+        jobs = (self._release_batches, self._release_ended, self._discard_dead_letters)
         try:
             trouble = await self._archive()
             reach("advance_watermark.before")
@@ -127,8 +117,6 @@ class Releaser:
                 has_worked |= await job(state)
         except (FencedError, RunNotFoundError, UnavailableError):
             raise
-        except OSError as error:  # the last job writes files
-            trouble = trouble or f"the ledger stays in the store: {error}"
         except Exception as error:  # planning must not stop because release fails
             logger.exception("release in run %s failed", self._run)
             trouble = trouble or str(error) or repr(error)
@@ -176,22 +164,6 @@ class Releaser:
             logger.warning("run %s: %s", self._run, trouble)
         await note_trouble(self._client, self._run, "release_trouble", trouble, owner=self._owner)
         self._noted = trouble
-
-    async def _move_to_file(self, state: ReleaseState) -> bool:
-        """Move the compact records of the oldest batches to a file."""
-        place = self._upkeep.ledger_folder
-        steps = place.next_steps(cold=state.cold, folded=state.folded) if place else range(0)
-        if place is None or not steps:
-            return False
-        records = await read_hot_records(self._client, self._run, steps)
-        if records is None:  # the fork of this run is not complete
-            return False
-        reach("write_ledger_file.before")
-        name = await asyncio.to_thread(write_ledger_file, place.folder, self._run, steps, records)
-        reach("move_to_file.before")
-        await move_to_file(self._term, steps, name=name)
-        logger.info("steps %d to %d of run %s are in %s", steps[0], steps[-1], self._run, name)
-        return True
 
     async def _release_batches(self, state: ReleaseState) -> bool:
         """Delete the payload of some released steps, and fold some that the snapshot includes.

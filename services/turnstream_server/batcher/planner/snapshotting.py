@@ -19,7 +19,6 @@ from turnstream_server.bus.leadership.snapshots import (
     save_snapshot,
     trim_events,
 )
-from turnstream_server.bus.release.compact_records import LedgerFolder
 from turnstream_server.bus.release.release import compact_groups
 from turnstream_server.failpoints import reach
 
@@ -37,14 +36,12 @@ class Upkeep:
             and stay in the ledger.
         archive: writes a step of a run to the archive, in a thread, before the step is released;
             None for no archive.
-        ledger_folder: folder for compact records of old batches; None keeps them in the store.
     """
 
     snapshot_events: int = 10_000
     snapshot_steps: int = 64
     fold_ended: int = 250
     archive: Callable[[str, int], object] | None = None
-    ledger_folder: LedgerFolder | None = None
 
 
 MAX_SNAPSHOT_BYTES: Final = 24 << 20

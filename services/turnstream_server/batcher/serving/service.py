@@ -42,9 +42,8 @@ from turnstream_server.batcher.serving.operations import OperationSender, operat
 from turnstream_server.batcher.serving.registry import RunDiscovery, RunRegistry
 from turnstream_server.batcher.serving.servicer import SERVICE, BatchesServicer, handlers
 from turnstream_server.bus.core.frontier import Frontier
-from turnstream_server.bus.release.compact_records import write_durably
 from turnstream_server.keys.access import KeyChecks
-from turnstream_server.options import split_address
+from turnstream_server.options import split_address, write_address
 from turnstream_server.telemetry.readiness import Readiness
 from turnstream_server.tls import Tls
 
@@ -132,7 +131,7 @@ async def _serve_until_signal(options: BatcherOptions) -> None:
     async with serving(options) as address:
         tune_process()
         if options.address_file is not None:
-            write_durably(options.address_file, address.encode())
+            write_address(options.address_file, address)
         await stop.wait()
         logger.info("batcher at %s stops", address)
 

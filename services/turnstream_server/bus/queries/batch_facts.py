@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final
 
 import redis
@@ -17,25 +16,27 @@ from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.planning.manifests import StoredManifest, read_plan, read_plans
 from turnstream_server.bus.queries.batch_numbers import numbers_of
 from turnstream_server.bus.queries.ledger import state_of_step
-from turnstream_server.bus.release.compact_records import past_batches, read_past_batch
+from turnstream_server.bus.release.compact_records import (
+    lost_records,
+    past_batches,
+    read_past_batch,
+)
 
 MAX_PAGE_BYTES: Final = 4 << 20
 """Bytes of the plans of a page, but for its last one: they take a second to decode."""
 
 
-def batch_facts(
-    client: redis.Redis, run: str, step: int, *, folder: Path | None = None
-) -> dict[str, Any]:
+def batch_facts(client: redis.Redis, run: str, step: int) -> dict[str, Any]:
     """Return a batch in plain values; a released batch has names and checksums.
 
     Raises:
         NotReadyError: the step is not planned yet.
-        ReleasedError: the step is of the origin of a forked run.
-        LedgerFileError: the file of its record cannot be read.
+        ReleasedError: the step is of the origin of a forked run, or an earlier release moved its
+            record to a file.
     """
     frontier = read_frontier(client, run)
     stored = read_plan(client, run, step)
-    past = None if stored else read_past_batch(client, run, step, folder=folder)
+    past = None if stored else read_past_batch(client, run, step)
     if stored is not None:
         return {"state": state_of_step(step, frontier).value, **_content(stored)}
     if past is not None:
@@ -45,6 +46,8 @@ def batch_facts(
         raise ReleasedError(
             f"run {run!r}: step {step} was trained by its origin; see the batch in {origin.run!r}"
         )
+    if step <= frontier.released and (lost := lost_records(client, run)):
+        raise ReleasedError(f"run {run!r}: step {step} has no record: {lost}")
     raise NotReadyError(f"run {run!r}: step {step} is not planned; {frontier.planned} are")
 
 
@@ -69,17 +72,12 @@ def page_of_batches(
     return page, None
 
 
-def reward_curve(
-    client: redis.Redis, run: str, *, folder: Path | None = None
-) -> list[dict[str, Any]]:
+def reward_curve(client: redis.Redis, run: str) -> list[dict[str, Any]]:
     """Return `step` and `reward_mean` of each planned batch, released ones included, in order.
 
     Batches that an older release released have no mean reward, and are left out.
-
-    Raises:
-        LedgerFileError: a file of released batches cannot be read.
     """
-    means = {past.step: past.mean_reward for past in past_batches(client, run, folder=folder)}
+    means = {past.step: past.mean_reward for past in past_batches(client, run)}
     for stored in read_plans(client, run):
         means[stored.manifest.step] = numbers_of(stored.manifest).mean_reward
     known = sorted((step, mean) for step, mean in means.items() if mean is not None)

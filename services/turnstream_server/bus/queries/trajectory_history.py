@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import redis
@@ -37,11 +36,15 @@ from turnstream_server.bus.core.frontier import Frontier, read_frontier
 from turnstream_server.bus.core.scan import entry_ms, hash_fields, readable_events, stream_entries
 from turnstream_server.bus.planning.manifests import read_plan
 from turnstream_server.bus.queries.ledger import STATES_WITH_REASON, parse_entry
-from turnstream_server.bus.release.compact_records import find_past_end, find_past_step
+from turnstream_server.bus.release.compact_records import (
+    find_past_end,
+    find_past_step,
+    lost_records,
+)
 
 
 class TrajectoryNotFoundError(RejectedError):
-    """The ledger of the run has never had this trajectory."""
+    """The run has no record of this trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +73,11 @@ class Trajectory:
     is_whole: Annotated[bool, Field(description="Whether the oldest event is still stored.")]
 
 
-def read_history(
-    client: redis.Redis, run: str, name: str, *, folder: Path | None = None
-) -> Trajectory:
+def read_history(client: redis.Redis, run: str, name: str) -> Trajectory:
     """Return the history of a trajectory by its readable name or its id.
 
     Raises:
-        LedgerFileError: a file that may have it cannot be read.
-        TrajectoryNotFoundError: it was never opened, or the name is malformed.
+        TrajectoryNotFoundError: the run has no record of it, or the name is malformed.
     """
     try:
         meant = keys_named(name)
@@ -86,10 +86,13 @@ def read_history(
             f"{name!r} is no trajectory: <group>/<sample>/<attempt>"
         ) from error
     for key in meant:
-        entry = _ledger_entry(client, run, key, folder=folder)
+        entry = _ledger_entry(client, run, key)
         if entry is not None:
             return _history(client, run, key, entry)
     shown = keys.readable_name(meant[-1].trajectory_id)
+    lost = lost_records(client, run)
+    if lost:
+        raise TrajectoryNotFoundError(f"run {run!r} has no record of {shown!r}: {lost}")
     raise TrajectoryNotFoundError(f"run {run!r} has never had a trajectory {shown!r}")
 
 
@@ -120,9 +123,7 @@ def _history(client: redis.Redis, run: str, key: TrajectoryKey, entry: bytes) ->
     )
 
 
-def _ledger_entry(
-    client: redis.Redis, run: str, key: TrajectoryKey, *, folder: Path | None
-) -> bytes | None:
+def _ledger_entry(client: redis.Redis, run: str, key: TrajectoryKey) -> bytes | None:
     """Return the entry of a trajectory, from the ledger, compact records or plans."""
     ledger = keys.run_keys(run).ledger
     with reading(ledger), translating():
@@ -134,7 +135,7 @@ def _ledger_entry(
         return end.encode()
     step = _find_planned_step(client, run, key)
     if step is None:
-        step = find_past_step(client, run, key, folder=folder)
+        step = find_past_step(client, run, key)
     return None if step is None else b"planned:%d" % step
 
 

@@ -81,7 +81,7 @@ class ReleaseState:
     """The progress of a run's release at one time.
 
     Attributes:
-        folded: newest step with a compact record; `cold` is the newest one in a file.
+        folded: newest step with a compact record.
         num_records: compact records of untrained trajectories.
         snapshot_step: newest plan that a starting planner does not read.
         num_ended: trajectories that ever ended untrained and are not kept as dead letters.
@@ -95,7 +95,6 @@ class ReleaseState:
     num_ended: int
     num_ended_folded: int
     dead_bytes: int
-    cold: int = 0
     num_entries: int = 0
 
 
@@ -103,9 +102,7 @@ async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseSt
     """Return the progress of a run's release."""
     names = keys.run_keys(run)
     pipeline = client.pipeline(transaction=False)  # a full server refuses transactions
-    pipeline.execute_command(
-        "HMGET", names.frontier, "stepped", "released", "folded", "ends", "cold"
-    )
+    pipeline.execute_command("HMGET", names.frontier, "stepped", "released", "folded", "ends")
     pipeline.execute_command("HGET", names.snapshot, "step")
     pipeline.execute_command("HMGET", names.counts, *DROPPED, "discarded", "dead_bytes")
     pipeline.execute_command("HVALS", names.reasons)
@@ -122,7 +119,6 @@ async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseSt
         num_ended=sum(int(count or 0) for count in counts),
         num_ended_folded=sum(map(int, folded)),
         dead_bytes=int(dead_bytes or 0),
-        cold=int(frontier[4] or 0),
         num_entries=num_entries,
     )
 

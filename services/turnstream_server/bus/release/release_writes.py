@@ -172,28 +172,3 @@ def finish(facts: FoldedFacts, records: Mapping[int, bytes]) -> list[Changes]:
         all_changes.append(changes)
         folded, stored = step, b"%d" % step
     return all_changes
-
-
-def move(steps: range, name: str, *, folded: bytes | None, cold: bytes | None) -> Changes | None:
-    """Return the writes after which a file has the records of steps; None where it was so before.
-
-    `folded` and `cold` are fields of the frontier: the newest step with a record, and in a file.
-
-    Raises:
-        ConflictError: the first step is not the next one, or the last one has no record.
-    """
-    newest, newest_cold = parsed_number(folded or b"0"), parsed_number(cold or b"0")
-    if steps[-1] <= newest_cold:
-        return None
-    if steps[0] != newest_cold + 1 or steps[-1] > newest:
-        raise ConflictError(
-            f"steps {steps[0]} to {steps[-1]} are not next: step {newest_cold} is in a file, "
-            f"step {newest} is folded"
-        )
-    changes = Changes()
-    changes.expect("frontier", "folded", folded)
-    changes.expect("frontier", "cold", cold)
-    changes.write_each("HDEL", "past", steps)
-    changes.write("HSET", "cold", steps[-1], name)
-    changes.write("HSET", "frontier", "cold", steps[-1])
-    return changes

@@ -18,7 +18,6 @@ from pydantic import BaseModel
 from turnstream import errors
 from turnstream.types.names import shown
 from turnstream_server.bus.queries.trajectory_history import TrajectoryNotFoundError
-from turnstream_server.bus.release.compact_records import LedgerFileError
 from turnstream_server.logs import plain
 
 MEDIA_TYPE: Final = "application/problem+json"
@@ -34,14 +33,12 @@ class _Kind(NamedTuple):
 
 
 _NOT_FOUND: Final = _Kind(404, "not-found", "There is no such thing")
-_RELEASED: Final = _Kind(410, "released", "It is no longer retained")
 _KINDS: Final[tuple[tuple[type[Exception], _Kind], ...]] = (
     (errors.UnknownKeyError, _Kind(401, "unknown-key", "The key is not accepted")),
     (errors.AccessDeniedError, _Kind(403, "access-denied", "The key does not allow this")),
     (errors.RunNotFoundError, _NOT_FOUND),
     (TrajectoryNotFoundError, _NOT_FOUND),
-    (errors.ReleasedError, _RELEASED),
-    (LedgerFileError, _RELEASED),
+    (errors.ReleasedError, _Kind(410, "released", "It is no longer retained")),
     (errors.EndOfRunError, _Kind(409, "end-of-run", "The run is closed")),
     (errors.PromptsExhaustedError, _Kind(409, "prompts-exhausted", "Every prompt is done")),
     (errors.GroupTooLargeError, _Kind(422, "group-too-large", "It is above its limit")),
@@ -76,7 +73,7 @@ def problem_of(error: Exception) -> Problem:
 
     >>> problem_of(errors.InvalidTurnError("logprobs", "3 values for 4 tokens")).field
     'logprobs'
-    >>> problem_of(LedgerFileError("run 'a': the file with step 3 is missing")).status
+    >>> problem_of(errors.ReleasedError("run 'a': step 3 is no longer retained")).status
     410
     """
     kind = next((each for type_, each in _KINDS if isinstance(error, type_)), None)

@@ -124,7 +124,7 @@ def test_metrics_are_found_in_a_folder_a_job_or_a_file(source: str, tmp_path: Pa
     folder = tmp_path / "job/trainer" if source == "job" else tmp_path
     path = write(folder / "metrics.jsonl", [step(1)])
 
-    found = read_metrics(str(tmp_path / source), redis_url=AWAY, folder=None)
+    found = read_metrics(str(tmp_path / source), redis_url=AWAY)
 
     assert found == (str(path), [step(1)])
 

@@ -5,12 +5,12 @@
     offset  bytes
     0       2      b"TS"
     2       1      kind: b"T" turn, b"E" event, b"M" manifest, b"C" compact record, b"S" snapshot,
-                   b"L" ledger file, b"U" compact record of ends, b"V" result of an evaluation
+                   b"U" compact record of ends, b"V" result of an evaluation; b"L" was a file of
+                   compact records that earlier releases wrote
     3       1      major version of this kind: 1 of C and U, and of T with token weights; 0 of
                    the others
     4       4      length of the header, unsigned, little-endian
-    8       h      header: a protobuf message; of L, lengths; of C, U, S and V, packed
-                   columns or JSON
+    8       h      header: a protobuf message; of C, U, S and V, packed columns or JSON
     8 + h   p      zeros, so that the body begins at a multiple of 8
             b      body: raw little-endian arrays, as the header declares them
             4      CRC-32 (zlib) of everything before it, unsigned, little-endian
@@ -45,7 +45,6 @@ EVENT: Final = b"E"
 MANIFEST: Final = b"M"
 COMPACT: Final = b"C"
 SNAPSHOT: Final = b"S"
-LEDGER_FILE: Final = b"L"
 ENDS: Final = b"U"
 EVALUATION: Final = b"V"
 
@@ -55,7 +54,6 @@ _NAMES: Final = {
     MANIFEST: "manifest",
     COMPACT: "compact",
     SNAPSHOT: "snapshot",
-    LEDGER_FILE: "ledger file",
     ENDS: "compact ends",
     EVALUATION: "evaluation",
 }

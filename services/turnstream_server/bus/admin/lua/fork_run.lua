@@ -28,7 +28,7 @@ if redis.call('EXISTS', FRONTIER, CONFIG) > 0 then
 end
 local step, total, hash = string.match(ARGV[1], '^[^:]*:(%d+):(%d+):(.*)$')
 redis.call('HSET', FRONTIER, 'stepped', step, 'committed', step, 'planned', step, 'released', step,
-  'folded', step, 'cold', step, 'checkpoints', step == '0' and '' or step,
+  'folded', step, 'checkpoints', step == '0' and '' or step,
   'session_epoch', 0, 'session', '', 'dp_world_size', 0, 'lineage', ARGV[3],
   'live_groups', ARGV[4], 'opened_groups', ARGV[4], 'planned_groups', ARGV[4], 'at_plans', step .. ':0:' .. ARGV[4], 'closed', 0, 'origin', ARGV[1],
   'version_floor', ARGV[5])

@@ -71,11 +71,10 @@ async def get_batch(run: RunName, step: Step, caller: Read) -> Response:
 
     A released batch has the names and checksums of its trajectories.
     """
-    folder = caller.gateway.options.archive_dir
 
     def read(client: redis.Redis) -> dict[str, Any]:
         try:
-            return batch_facts(client, open_run(client, run), step, folder=folder)
+            return batch_facts(client, open_run(client, run), step)
         except NotReadyError as error:
             raise RunNotFoundError(str(error)) from error
 

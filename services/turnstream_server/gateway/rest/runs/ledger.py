@@ -56,11 +56,10 @@ async def get_trajectory(
     run: RunName, group: GroupName, sample: Sample, caller: Read, attempt: Attempt = 0
 ) -> Response:
     """Return state, reason and events of one trajectory, the events in order."""
-    folder = caller.gateway.options.archive_dir
 
     def read(client: redis.Redis) -> Trajectory:
         name = f"{group}/{sample}/{attempt}"
-        return read_history(client, open_run(client, run), name, folder=folder)
+        return read_history(client, open_run(client, run), name)
 
     return await answer(caller, Trajectory, read)
 

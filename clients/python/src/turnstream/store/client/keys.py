@@ -25,10 +25,10 @@ refills    zset    ids of granted attempts that are not open, by when they were 
 rewards    hash    trajectory id in the ledger -> CRC of its posted reward, `late:<CRC>` after the
                    decision of its group, `missed` after its deadline
 frontier   hash    counters of the run: stepped, committed, planned, released (the newest step whose
-                   payload may be gone), folded (the newest step with a compact record), cold (the
-                   newest step in a file), ends (the newest number in `ended`), live_groups,
-                   open_groups, opened_groups, planned_groups; marking, the newest planned step
-                   while some of its groups are not marked as planned, see plan_writes.py;
+                   payload may be gone), folded (the newest step with a compact record), ends (the
+                   newest number in `ended`), live_groups, open_groups, opened_groups,
+                   planned_groups; marking, the newest planned step while some of its groups are
+                   not marked as planned, see plan_writes.py;
                    announced, the step of the newest weights that the session announced;
                    the session: session_epoch, session, dp_world_size, lineage, session_ms (its
                    start or end), session_token, session_lost (`<step>:<why>`, while its ranks
@@ -84,7 +84,7 @@ evalgroups stream  the newest evaluated groups; field `r` = record
 snapshot   hash    position, step, record: state of the planner after the event `position`; before,
                    the position of the snapshot before: older events are deleted; withdrawn_at, that
                    of the newest one from which plans were withdrawn
-cold       hash    newest step of a file of compact records -> its name in the archive folder
+cold       hash    of earlier releases: newest step of a file of compact records -> its name
 deleted    hash    since_ms, fence_ms: the run is being deleted, or was and the key expires
 doomed     hash    the ledger of a run that is being deleted, until the payload is gone
 =========  ======  ==========================================================================
