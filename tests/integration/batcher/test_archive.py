@@ -274,6 +274,24 @@ async def test_killed_batcher_leaves_no_part_of_a_file(
         assert set(table["trajectory_id"].to_pylist()) == {f"g{step}/0/0", f"g{step}/1/0"}
 
 
+async def test_step_that_is_trained_again_after_a_rollback_is_archived_again(house: Any) -> None:
+    run = house.create_run(batch_groups=1, retain_checkpoints=2)
+    await house.publish(run, *(group(f"g{step}") for step in range(1, 4)))
+    archived: list[int] = []
+    upkeep = Upkeep(archive=lambda _, step: archived.append(step))
+    trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
+    await trainer.start("a")
+    (token,) = await trainer.train(1)
+    await trainer.train(2)
+    await wait_until_async(lambda: archived == [1, 2])
+
+    await trainer.start("b", token=str(token))
+    await wait_until_async(lambda: house.frontier(run).committed == 1)
+    await trainer.train(2)
+
+    await wait_until_async(lambda: archived == [1, 2, 2], describe="the file of the other step 2")
+
+
 async def test_record_that_an_earlier_release_moved_to_a_file_is_named(house: Any) -> None:
     run = house.create_run(batch_groups=1)
     await house.publish(run, *(group(f"g{step}") for step in range(1, 4)))

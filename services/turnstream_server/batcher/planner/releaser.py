@@ -79,6 +79,7 @@ class Releaser:
         self._owner = owner
         self._upkeep = upkeep
         self._archived = None if upkeep.archive is None else 0
+        self._lineage = ""
         self._noted = ""
         self._payload_through = 0
         self._steps_at_once = 1
@@ -147,6 +148,8 @@ class Releaser:
         if archive is None or self._archived is None:
             return ""
         frontier = await read_frontier_async(self._client, self._run)
+        if frontier.lineage != self._lineage:  # after a rollback, steps may be planned again
+            self._lineage, self._archived = frontier.lineage, 0
         self._archived = max(self._archived, frontier.released)
         for step in range(self._archived + 1, frontier.committed + 1):
             try:
