@@ -172,8 +172,11 @@ def test_full_disk_under_fsync_ends_the_server_and_loses_nothing(
     rig.drain()
 
 
-def test_full_disk_of_the_archive_only_delays_the_release(
-    start_rig: StartRig, small_disk: Path
+@pytest.mark.parametrize(
+    ("is_full", "error"), [(True, "No space left on device"), (False, "Read-only file system")]
+)
+def test_full_or_read_only_disk_of_the_archive_only_delays_the_release(
+    start_rig: StartRig, small_disk: Path, is_full: bool, error: str
 ) -> None:
     # Fault 11: the trainer and the generators continue; the store keeps what is in no file yet.
     rig = start_rig(config=config(retain_checkpoints=1))
@@ -182,23 +185,33 @@ def test_full_disk_of_the_archive_only_delays_the_release(
     rig.start_ranks(1, checkpoint_every=1)
     rig.join(rig.start_generator("before", groups=8))
     rig.wait(lambda: _released(rig) == 2, "the release of what is archived")
-    _fill(small_disk)
+    if is_full:
+        _fill(small_disk)
+    else:
+        _remount(small_disk, "ro")
     rig.join(rig.start_generator("full", groups=16))
     rig.wait_for_lines("committed", 6)
     rig.wait(lambda: _release_trouble(rig), "the reason why nothing is released")
     trouble, released = _release_trouble(rig), _released(rig)
 
-    (small_disk / "filler").unlink()
+    if is_full:
+        (small_disk / "filler").unlink()
+    else:
+        _remount(small_disk, "rw")
     rig.wait(lambda: _released(rig) == 6, "the release of the other steps")
     rig.wait(lambda: not _release_trouble(rig), "the end of the trouble")
 
     assert released == 2
     assert trouble.startswith("step 3 is not archived: ")
-    assert "No space left on device" in trouble
+    assert error in trouble
     rig.drain()
     newest = _released(rig)
     found = archive_is_what_was_trained(rig.history(), small_disk, run=rig.run, released=newest)
     assert list(found) == []
+
+
+def _remount(disk: Path, option: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{option}", str(disk)], check=True)
 
 
 def _released(rig: Rig) -> int:
