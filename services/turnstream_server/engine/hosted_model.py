@@ -55,7 +55,6 @@ from turnstream_server.engine.training import (
     run_training,
 )
 from turnstream_server.failpoints import reach
-from turnstream_server.telemetry.declarations import ENGINE_COMMAND_SECONDS, ENGINE_COMMANDS
 from turnstream_server.telemetry.instruments import counter, histogram
 from turnstream_server.trainer.turns import Turns
 
@@ -66,8 +65,16 @@ _UNCHANGING: Final = (
 )
 """Kinds of commands after whose errors the model is as before."""
 
-_COMMANDS = counter(ENGINE_COMMANDS)
-_SECONDS = histogram(ENGINE_COMMAND_SECONDS)
+_COMMANDS = counter(
+    "turnstream_engine_commands",
+    "Commands of hosted models that were run; those that failed have the outcome `failed`.",
+    ["kind", "outcome"],
+)
+_SECONDS = histogram(
+    "turnstream_engine_command_seconds",
+    "Time of commands that run together, with the turns of other models.",
+    ["kind"],
+)
 
 _PASSED_ON: Final = (UnavailableError, FencedError, EndOfRunError, RunNotFoundError)
 """Errors of the store or a batcher, and not of a command."""

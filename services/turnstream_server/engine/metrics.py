@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from turnstream.errors import TurnstreamError
 from turnstream.store.client.connection import connect
 from turnstream_server.commands.log import num_waiting
-from turnstream_server.telemetry.declarations import ENGINE_MODELS, ENGINE_WAITING
-from turnstream_server.telemetry.instruments import family
+from turnstream_server.telemetry.instruments import Family, sampled
+
+_MODELS = GaugeMetricFamily("turnstream_engine_models", "Hosted models of this worker.")
+_WAITING = GaugeMetricFamily(
+    "turnstream_engine_waiting_commands", "Commands that wait, of all models of this worker."
+)
 
 _ANSWER_S: Final = 2.0
 _MAX_MODELS: Final = 1_000
@@ -35,11 +40,9 @@ class EngineMetrics(Collector):
         """Close the connection."""
         self._client.close()
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    def collect(self) -> Iterator[Family]:
         """Yield each metric that has a value."""
         models = self._models()
-        yield family(ENGINE_MODELS, [((), len(models))])
-        try:
-            yield family(ENGINE_WAITING, [((), num_waiting(self._client, models[:_MAX_MODELS]))])
-        except TurnstreamError:  # /readyz says that the store is away
-            return
+        yield sampled(_MODELS, ([], len(models)))
+        with contextlib.suppress(TurnstreamError):  # /readyz says that the store is away
+            yield sampled(_WAITING, ([], num_waiting(self._client, models[:_MAX_MODELS])))

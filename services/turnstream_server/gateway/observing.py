@@ -13,7 +13,6 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnstream_server.logs import bound
-from turnstream_server.telemetry.declarations import HTTP_BYTES, HTTP_REQUESTS, HTTP_SECONDS
 from turnstream_server.telemetry.instruments import counter, histogram
 from turnstream_server.telemetry.tracing import span
 
@@ -31,9 +30,17 @@ _DISCONNECTED: Final = 499
 _FREQUENT: Final = frozenset({"/healthz", "/readyz", "/metrics"})
 """Routes whose requests are logged at level DEBUG."""
 
-_REQUESTS = counter(HTTP_REQUESTS)
-_SECONDS = histogram(HTTP_SECONDS)
-_BYTES = counter(HTTP_BYTES)
+_REQUESTS = counter(
+    "turnstream_gateway_http_requests",
+    "Answered requests, by the template of their route.",
+    ["method", "route", "status"],
+)
+_SECONDS = histogram(
+    "turnstream_gateway_http_request_seconds",
+    "Duration of a request, with the time for which it was held.",
+    ["method", "route"],
+)
+_BYTES = counter("turnstream_gateway_http_received_bytes", "Bytes of the bodies of requests.")
 
 
 class ObservedApp:

@@ -14,12 +14,11 @@ from turnstream_server.commands.bases import read_bases
 from turnstream_server.commands.request_ids import RequestId
 from turnstream_server.commands.waiting import ResultWaiter
 from turnstream_server.keys.places import without_place
-from turnstream_server.telemetry.declarations import HELD_POLLS
 from turnstream_server.telemetry.instruments import gauge
 
 logger = logging.getLogger(__name__)
 
-_HELD = gauge(HELD_POLLS)
+_HELD = gauge("turnstream_gateway_held_polls", "Polls of results that are held at present.")
 
 _PROBE_S: Final = 0.5
 _LAST_READ_S: Final = 5.0

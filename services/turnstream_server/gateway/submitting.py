@@ -26,10 +26,11 @@ from turnstream_server.gateway.bodies import json_response
 from turnstream_server.gateway.limits import check_operation_limits
 from turnstream_server.gateway.state import session_of
 from turnstream_server.gateway.tinker.training_calls import TrainingCall
-from turnstream_server.telemetry.declarations import COMMANDS_SUBMITTED
 from turnstream_server.telemetry.instruments import counter
 
-_COMMANDS = counter(COMMANDS_SUBMITTED)
+_COMMANDS = counter(
+    "turnstream_gateway_commands", "Calls of hosted models that were submitted.", ["kind"]
+)
 
 _MAX_NUMBER: Final = 2**31 - 1
 """The largest number of the protobuf encoding."""

@@ -37,13 +37,14 @@ from turnstream_server.generators.metrics import PublisherMetrics
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.sampling import sample_tokens
 from turnstream_server.models.sampling_params import SamplingParams
-from turnstream_server.telemetry.declarations import GENERATOR_VERSION
 from turnstream_server.telemetry.instruments import collected, gauge
 from turnstream_server.telemetry.readiness import Readiness
 
 logger = logging.getLogger(__name__)
 
-_VERSION = gauge(GENERATOR_VERSION)
+_VERSION = gauge(
+    "turnstream_generator_version", "Policy version that samples; -1 before the first."
+)
 
 _POLL_S: Final = 0.2
 _FETCH_TIMEOUT_S: Final = 5.0

@@ -8,9 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from turnstream.generator import PublisherStatistics
-from turnstream_server.telemetry import declarations as declared
-from turnstream_server.telemetry.declarations import Metric
-from turnstream_server.telemetry.instruments import family
+from turnstream_server.telemetry.instruments import Family
 
 
 class PublisherMetrics(Collector):
@@ -25,18 +23,28 @@ class PublisherMetrics(Collector):
         self._service = service
         self._read = read
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    def collect(self) -> Iterator[Family]:
         """Yield each metric."""
-        seen = self._read()
-        ended = [(("sealed",), seen.num_trajectories), (("abandoned",), seen.num_abandoned)]
-        yield family(declared.GENERATOR_TRAJECTORIES, ended, service=self._service)
-        values: tuple[tuple[Metric, float], ...] = (
-            (declared.GENERATOR_TURNS, seen.num_turns),
-            (declared.GENERATOR_TOKENS, seen.turn_tokens),
-            (declared.GENERATOR_BYTES, seen.wire_bytes),
-            (declared.GENERATOR_RETRIES, seen.num_retries),
-            (declared.GENERATOR_WAIT_SECONDS, seen.wait_s),
-            (declared.GENERATOR_BUFFERED_BYTES, seen.inflight_bytes),
+        seen, prefix = self._read(), f"turnstream_{self._service}_"
+        ended = CounterMetricFamily(
+            f"{prefix}trajectories",
+            "Trajectories that the store has, sealed or abandoned.",
+            labels=["outcome"],
         )
-        for metric, value in values:
-            yield family(metric, [((), value)], service=self._service)
+        ended.add_metric(["sealed"], seen.num_trajectories)
+        ended.add_metric(["abandoned"], seen.num_abandoned)
+        yield ended
+        for name, help_, value in (
+            ("turns", "Turns that the store has.", seen.num_turns),
+            ("tokens", "Prompt and response tokens of these turns.", seen.turn_tokens),
+            ("sent_bytes", "Bytes of the records of these turns.", seen.wire_bytes),
+            (
+                "retries",
+                "Calls that were repeated because the store was away or full.",
+                seen.num_retries,
+            ),
+            ("wait_seconds", "Time of waiting for admission.", seen.wait_s),
+        ):
+            yield CounterMetricFamily(f"{prefix}{name}", help_, value=value)
+        help_ = "Bytes that the store has not acknowledged."
+        yield GaugeMetricFamily(f"{prefix}unacknowledged_bytes", help_, value=seen.inflight_bytes)

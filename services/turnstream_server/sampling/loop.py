@@ -16,14 +16,18 @@ from turnstream.errors import InvalidConfigError, RunNotFoundError, UnavailableE
 from turnstream_server.commands.results import Failure
 from turnstream_server.commands.samplers import SampleQueue, SampleRequest
 from turnstream_server.models.sampling_params import SampleResult
-from turnstream_server.telemetry.declarations import SAMPLE_SECONDS, SAMPLES, SAMPLES_UNFINISHED
 from turnstream_server.telemetry.instruments import counter, gauge, histogram
 
 logger = logging.getLogger(__name__)
 
-_SAMPLES = counter(SAMPLES)
-_SECONDS = histogram(SAMPLE_SECONDS)
-_UNFINISHED = gauge(SAMPLES_UNFINISHED)
+_SAMPLES = counter("turnstream_sampler_samples", "Finished calls of sampling.", ["outcome"])
+_SECONDS = histogram(
+    "turnstream_sampler_sample_seconds", "Time from the read of a call to its result."
+)
+_UNFINISHED = gauge(
+    "turnstream_sampler_unfinished_samples",
+    "Calls of sampling that were read and have no result in the store.",
+)
 
 _PAUSE_S: Final = 0.5
 """Pause after a call of the store that failed."""

@@ -1,24 +1,28 @@
-"""Instruments of declared metrics, and the registry that `/metrics` shows.
+"""The registry that `/metrics` shows, and constructors of instruments in it.
 
-A module makes its instruments once, at its top. Values that are read at a scrape come from a
-Collector, which yields a `family`.
+A module makes its instruments once, at its top, with the full name and help text:
 
-    _CALLS = counter(CALLS)
+    _CALLS = counter("turnstream_batcher_calls", "Calls of gRPC that have ended.", ["call", "code"])
     _CALLS.labels("Get", "OK").inc()
+
+Values that are read at a scrape come from a Collector, which yields metric families.
+`tools/metrics_page.py` writes instruments and families into docs/metrics.md.
+
+No label has a group, a trajectory, a model or a key as its value: each value is a time series.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any, Final, TypeVar
+import copy
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
-
-from turnstream_server.telemetry.declarations import Metric
 
 # The time at which each series began would double their number.
 prometheus_client.disable_created_metrics()
@@ -28,31 +32,24 @@ REGISTRY: Final = CollectorRegistry()
 
 ProcessCollector(registry=REGISTRY)
 
-_Instrument = TypeVar("_Instrument", Counter, Gauge, Histogram)
-_MADE: Final[dict[str, Any]] = {}
+_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+counter: Final = functools.partial(Counter, registry=REGISTRY)
+gauge: Final = functools.partial(Gauge, registry=REGISTRY)
+histogram: Final = functools.partial(Histogram, registry=REGISTRY, buckets=_SECONDS)
+
+Family = CounterMetricFamily | GaugeMetricFamily
+"""A metric whose samples a Collector adds at a scrape; a module declares it without any."""
 
 
-def counter(metric: Metric, *, service: str = "") -> Counter:
-    """Return the counter of a metric; `service` is needed if several have it."""
-    return _made(metric, Counter, service)
+def sampled(declared: Family, *samples: tuple[Sequence[str], float]) -> Family:
+    """Return a declared family with these samples, each with the values of its labels.
 
-
-def gauge(metric: Metric, *, service: str = "") -> Gauge:
-    """Return the gauge of a metric; `service` is needed if several have it."""
-    return _made(metric, Gauge, service)
-
-
-def histogram(metric: Metric, *, service: str = "") -> Histogram:
-    """Return the histogram of a metric; `service` is needed if several have it."""
-    return _made(metric, Histogram, service, buckets=metric.buckets)
-
-
-def family(
-    metric: Metric, samples: Iterable[tuple[tuple[str, ...], float]], *, service: str = ""
-) -> GaugeMetricFamily | CounterMetricFamily:
-    """Return a metric with its samples, each with the values of its labels."""
-    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-    made = kind(_name(metric, service), metric.sentence, labels=metric.labels)
+    >>> sampled(GaugeMetricFamily("depth", "Depth.", labels=["run"]), (["r"], 2)).samples[0].value
+    2
+    """
+    made = copy.copy(declared)
+    made.samples = []
     for labels, value in samples:
         made.add_metric(labels, value)
     return made
@@ -66,15 +63,3 @@ def collected(collector: Collector) -> Iterator[None]:
         yield
     finally:
         REGISTRY.unregister(collector)
-
-
-def _made(metric: Metric, kind: type[_Instrument], service: str, **options: Any) -> _Instrument:
-    name = _name(metric, service)
-    if name not in _MADE:
-        _MADE[name] = kind(name, metric.sentence, metric.labels, registry=REGISTRY, **options)
-    return _MADE[name]
-
-
-def _name(metric: Metric, service: str) -> str:
-    assert service in metric.services or (not service and len(metric.services) == 1)
-    return metric.name(service or metric.services[0])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
-from turnstream_server.telemetry.declarations import ERRORS, LOG_RECORDS
+from prometheus_client import Counter
+
 from turnstream_server.telemetry.instruments import counter
 
 
@@ -13,7 +15,7 @@ class LogCounts(logging.Handler):
 
     def __init__(self, *, service: str) -> None:
         super().__init__(logging.WARNING)
-        self._records = counter(LOG_RECORDS, service=service)
+        self._records = log_records(service)
         self._service = service
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -25,4 +27,18 @@ class LogCounts(logging.Handler):
 
 def count_error(kind: type[BaseException], *, service: str) -> None:
     """Count an error that is not in the log."""
-    counter(ERRORS, service=service).labels(kind.__name__).inc()
+    errors(service).labels(kind.__name__).inc()
+
+
+@functools.cache
+def log_records(service: str) -> Counter:
+    """Return the counter of log lines of a service."""
+    help_ = "Lines of the log from WARNING up."
+    return counter(f"turnstream_{service}_log_records", help_, ["level"])
+
+
+@functools.cache
+def errors(service: str) -> Counter:
+    """Return the counter of errors of a service."""
+    help_ = "Errors of calls, and exceptions in the log, by their type."
+    return counter(f"turnstream_{service}_errors", help_, ["type"])

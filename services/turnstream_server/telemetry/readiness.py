@@ -8,11 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
-
-from turnstream_server.telemetry.declarations import DEPENDENCY_READY
-from turnstream_server.telemetry.instruments import family
 
 Check = Callable[[], str]
 """Returns why a dependency is not ready, "" if it is. An error is a reason, too."""
@@ -82,10 +79,16 @@ class Readiness(Collector):
         body = json.dumps({"ready": is_ready, "dependencies": shown}, indent=2) + "\n"
         return 200 if is_ready else 503, body.encode()
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the metric of the dependencies."""
-        samples = [((name,), float(not each.reason)) for name, each in self.dependencies().items()]
-        yield family(DEPENDENCY_READY, samples, service=self._service)
+        shown = GaugeMetricFamily(
+            f"turnstream_{self._service}_dependency_ready",
+            "1 if a dependency of /readyz is ready, 0 if not.",
+            labels=["dependency"],
+        )
+        for name, each in self.dependencies().items():
+            shown.add_metric([name], float(not each.reason))
+        yield shown
 
 
 def _reason(check: Check) -> str:

@@ -37,7 +37,6 @@ from turnstream_server.batcher.assembly.shares import (
 )
 from turnstream_server.bus.core.frontier import not_retained, read_frontier
 from turnstream_server.bus.planning.manifests import read_plan
-from turnstream_server.telemetry.declarations import ASSEMBLY_SECONDS
 from turnstream_server.telemetry.instruments import histogram
 from turnstream_server.telemetry.tracing import span
 
@@ -48,7 +47,9 @@ cores a second one makes the first batch wait for the check of the second, by 40
 MAX_SHARE_BYTES: Final = 48 << 20
 """Most payload of a mini-batch that `read_share` returns. Its assembly takes a few times that."""
 
-_ASSEMBLY_SECONDS = histogram(ASSEMBLY_SECONDS)
+_ASSEMBLY_SECONDS = histogram(
+    "turnstream_batcher_assembly_seconds", "Time to make the rows of a mini-batch."
+)
 
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)

@@ -37,13 +37,14 @@ from turnstream_server.bus.leadership.leadership import Position, Term
 from turnstream_server.bus.planning.announcements import announce_due, finish_run
 from turnstream_server.bus.planning.manifests import StoredManifest, finish_marking
 from turnstream_server.failpoints import reach
-from turnstream_server.telemetry.declarations import PLAN_SECONDS
 from turnstream_server.telemetry.instruments import histogram
 from turnstream_server.telemetry.tracing import span
 
 logger = logging.getLogger(__name__)
 
-_PLAN_SECONDS = histogram(PLAN_SECONDS)
+_PLAN_SECONDS = histogram(
+    "turnstream_batcher_plan_seconds", "Time to plan, check and write a batch."
+)
 
 GATHER_S: Final = 0.004
 """Pause after events, in which more of them come: each read costs as much as fifty events, so that

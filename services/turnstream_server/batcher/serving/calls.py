@@ -27,15 +27,16 @@ from turnstream.store.waits.awaited import store_silent
 from turnstream.store.waits.bounded_call import unanswered
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
-from turnstream_server.telemetry.declarations import CALL_SECONDS, CALLS
 from turnstream_server.telemetry.instruments import counter, histogram
 from turnstream_server.telemetry.log_counts import count_error
 from turnstream_server.telemetry.tracing import span
 
 logger = logging.getLogger(__name__)
 
-_CALLS = counter(CALLS)
-_CALL_SECONDS = histogram(CALL_SECONDS)
+_CALLS = counter("turnstream_batcher_calls", "Calls of gRPC that have ended.", ["call", "code"])
+_CALL_SECONDS = histogram(
+    "turnstream_batcher_call_seconds", "Duration of a call of gRPC.", ["call"]
+)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -35,7 +35,6 @@ from turnstream_server.bus.planning.replans import note_damage
 from turnstream_server.bus.sessions.observers import note_observed
 from turnstream_server.bus.sessions.sessions import record_rank
 from turnstream_server.failpoints import reach
-from turnstream_server.telemetry.declarations import GET_WAIT_SECONDS, PULL_SECONDS, SENT_BYTES
 from turnstream_server.telemetry.instruments import counter, histogram
 from turnstream_server.telemetry.tracing import span
 
@@ -51,9 +50,15 @@ MAX_SHARES: Final = 1 << 18
 
 _LENGTH_DELIMITED: Final = 2
 
-_WAIT_SECONDS = histogram(GET_WAIT_SECONDS)
-_PULL_SECONDS = histogram(PULL_SECONDS)
-_SENT_BYTES = counter(SENT_BYTES)
+_WAIT_SECONDS = histogram(
+    "turnstream_batcher_get_wait_seconds",
+    "Time from a Get to its planned batch, or to the answer that there is none.",
+)
+_PULL_SECONDS = histogram(
+    "turnstream_batcher_pull_seconds",
+    "Pull latency: time from a planned batch to the last byte of one rank's share.",
+)
+_SENT_BYTES = counter("turnstream_batcher_sent_bytes", "Bytes of shares that were sent to ranks.")
 
 
 class BatchSender:

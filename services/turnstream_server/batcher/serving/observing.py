@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from turnstream_server.batcher.assembly.assembler import Assembler
@@ -13,9 +13,19 @@ from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.serving.health import StoreHealth
 from turnstream_server.batcher.serving.registry import RunRegistry
 from turnstream_server.batcher.serving.run_metrics import RunMetrics
-from turnstream_server.telemetry.declarations import CACHE_BYTES, LEADERSHIP_LAG, LED_RUNS
-from turnstream_server.telemetry.instruments import collected, family
+from turnstream_server.telemetry.instruments import Family, collected, sampled
 from turnstream_server.telemetry.readiness import Readiness
+
+_LED_RUNS = GaugeMetricFamily(
+    "turnstream_batcher_led_runs", "Runs that this replica leads at present."
+)
+_LEADERSHIP_LAG = GaugeMetricFamily(
+    "turnstream_batcher_leadership_lag_seconds",
+    "Time since the leases of the led runs were renewed; 0 without led runs.",
+)
+_CACHE_BYTES = GaugeMetricFamily(
+    "turnstream_batcher_cache_bytes", "Bytes of assembled mini-batches in memory."
+)
 
 
 @contextlib.contextmanager
@@ -52,8 +62,8 @@ class _ReplicaMetrics(Collector):
         self._keeper = keeper
         self._assembler = assembler
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    def collect(self) -> Iterator[Family]:
         """Yield each metric."""
-        yield family(LED_RUNS, [((), self._keeper.num_terms)])
-        yield family(LEADERSHIP_LAG, [((), self._keeper.lag_s)])
-        yield family(CACHE_BYTES, [((), self._assembler.num_bytes)])
+        yield sampled(_LED_RUNS, ([], self._keeper.num_terms))
+        yield sampled(_LEADERSHIP_LAG, ([], self._keeper.lag_s))
+        yield sampled(_CACHE_BYTES, ([], self._assembler.num_bytes))

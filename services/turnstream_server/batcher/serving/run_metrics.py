@@ -30,9 +30,7 @@ from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.bus.planning.manifests import read_plan
 from turnstream_server.bus.queries.batch_numbers import BatchNumbers, numbers_of
 from turnstream_server.bus.queries.ledger import LedgerCounts, ledger_command, parse_ledger
-from turnstream_server.telemetry import declarations as declared
-from turnstream_server.telemetry.declarations import Metric
-from turnstream_server.telemetry.instruments import family
+from turnstream_server.telemetry.instruments import Family, sampled
 from turnstream_server.telemetry.log_counts import count_error
 
 logger = logging.getLogger(__name__)
@@ -51,7 +49,78 @@ _MAX_PLANS: Final = 8
 """Plans of one read: one of three thousand trajectories takes 30 ms to decode. Others follow in the
 next reads."""
 
-Samples = defaultdict[Metric, list[tuple[tuple[str, ...], float]]]
+
+def _of_runs(what: str, help_: str, *labels: str, kind: type[Family] = GaugeMetricFamily) -> Family:
+    """Return a metric of each run."""
+    return kind(f"turnstream_batcher_{what}", help_, labels=["run", *labels])
+
+
+_STORE_UP = GaugeMetricFamily(
+    "turnstream_batcher_store_up", "1 if the metrics of runs could be read, 0 if not."
+)
+_STORE_BYTES = GaugeMetricFamily("turnstream_batcher_store_bytes", "Memory that the store uses.")
+_STORE_LIMIT_BYTES = GaugeMetricFamily(
+    "turnstream_batcher_store_limit_bytes",
+    "Memory above which the store refuses writes; 0: no limit.",
+)
+_RUNS_LEFT_OUT = GaugeMetricFamily(
+    "turnstream_batcher_left_out_runs", "Runs without metrics, because at most 50 have them."
+)
+_INGESTED_TRAJECTORIES = _of_runs(
+    "ingested_trajectories",
+    "Trajectories that ended at their generator: sealed, abandoned or died.",
+    "outcome",
+    kind=CounterMetricFamily,
+)
+_INGESTED_TURNS = _of_runs(
+    "ingested_turns", "Turns of sealed trajectories.", kind=CounterMetricFamily
+)
+_INGESTED_TOKENS = _of_runs(
+    "ingested_tokens",
+    "Prompt and response tokens of the turns of sealed trajectories.",
+    kind=CounterMetricFamily,
+)
+_INGESTED_BYTES = _of_runs(
+    "ingested_bytes", "Bytes of the stored turns of sealed trajectories.", kind=CounterMetricFamily
+)
+_TRAJECTORIES = _of_runs("trajectories", "Trajectories of the ledger by state.", "state")
+_ACCEPTED = _of_runs(
+    "accepted_trajectories", "Trajectories that were ever opened: the sum over the states."
+)
+_CONFLICTS = _of_runs(
+    "conflicts", "Writes that were refused because their key has another content."
+)
+_LATE_REWARDS = _of_runs("late_rewards", "Rewards that came after their group was decided.")
+_GROUPS_WAITING = _of_runs("waiting_groups", "Groups that are not decided.")
+_GROUPS_READY = _of_runs("ready_groups", "Groups that are decided, and in no batch.")
+_WAIT_REASONS = _of_runs(
+    "wait_reasons", "Reasons why the run waits, by kind, as `turnstream why` has them.", "kind"
+)
+_STEPS = _of_runs("step", "Newest step that is planned, stepped, or released.", "state")
+_BATCHES_READY = _of_runs("ready_batches", "Batches that are planned and not stepped.")
+_RUN_BYTES = _of_runs(
+    "run_bytes",
+    "Bytes of the run in the store: reserved by open trajectories, stored, or planned.",
+    "part",
+)
+_RUN_LIMIT_BYTES = _of_runs("run_limit_bytes", "The setting `max_bytes`; 0: no limit.")
+_NEWEST_VERSION = _of_runs("newest_version", "Newest announced policy version.")
+_BATCH_TRAJECTORIES = _of_runs("batch_trajectories", "Trajectories of the newest batch.")
+_BATCH_TOKENS = _of_runs("batch_tokens", "Tokens of the rows of the newest batch.")
+_PADDING_SHARE = _of_runs(
+    "padding_share", "Share of the positions of the newest batch that are padding."
+)
+_MERGE_RATIO = _of_runs(
+    "merge_ratio", "Tokens of the separate turns / tokens of the rows, of the newest batch."
+)
+_REWARD_MEAN = _of_runs("reward_mean", "Mean reward of the trajectories of the newest batch.")
+_STALENESS = _of_runs(
+    "staleness_versions",
+    "Versions between the newest announced one and the oldest that sampled the newest batch.",
+)
+
+Families = dict[str, Family]
+"""Metrics with a value, by their name."""
 
 
 class _Batch(NamedTuple):
@@ -74,39 +143,38 @@ class RunMetrics(Collector):
         self._views = views
         self._lock = threading.Lock()
         self._read_s = -math.inf
-        self._samples: Samples = defaultdict(list)
+        self._families: Families = {}
         self._batches: dict[str, _Batch] = {}
 
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    def collect(self) -> Iterator[Family]:
         """Yield every metric that has a value."""
         with self._lock:
             if time.monotonic() - self._read_s >= FRESH_S:
-                self._samples = self._read()
+                self._families = self._read()
                 self._read_s = time.monotonic()
-            samples = self._samples
-        for metric, values in samples.items():
-            yield family(metric, values)
+            families = self._families
+        yield from families.values()
 
-    def _read(self) -> Samples:
-        samples: Samples = defaultdict(list)
+    def _read(self) -> Families:
+        families: Families = {}
         views = {view.run.name: view for view in reversed(self._views())}
         chosen = dict(list(reversed(views.items()))[:MAX_RUNS])
-        samples[declared.RUNS_LEFT_OUT].append(((), len(views) - len(chosen)))
+        _put(families, _RUNS_LEFT_OUT, len(views) - len(chosen))
         try:
-            self._read_runs(chosen, samples)
-            self._read_store(samples)
+            self._read_runs(chosen, families)
+            self._read_store(families)
         except TurnstreamError as error:
             logger.debug("metrics of runs cannot be read: %s", error)
-            samples[declared.STORE_UP].append(((), 0))
+            _put(families, _STORE_UP, 0)
         else:
-            samples[declared.STORE_UP].append(((), 1))
-        return samples
+            _put(families, _STORE_UP, 1)
+        return families
 
-    def _read_runs(self, views: dict[str, RunView], samples: Samples) -> None:
+    def _read_runs(self, views: dict[str, RunView], families: Families) -> None:
         self._batches = {name: batch for name, batch in self._batches.items() if name in views}
         num_plans = _MAX_PLANS
         for page in _pages([*views.items()]):
@@ -125,12 +193,12 @@ class RunMetrics(Collector):
                     count_error(type(error), service="batcher")
                     logger.debug("metrics of run %s cannot be read: %s", view.run, error)
                     continue
-                _add(samples, name, _of_run(snapshot))
-                _add(samples, name, _of_groups(snapshot, view))
-                _add(samples, name, _of_ledger(counts))
-                _add(samples, name, _of_ingest(view.ingested))
+                _add(families, name, _of_run(snapshot))
+                _add(families, name, _of_groups(snapshot, view))
+                _add(families, name, _of_ledger(counts))
+                _add(families, name, _of_ingest(view.ingested))
                 if name in self._batches:
-                    _add(samples, name, _of_batch(self._batches[name].numbers, snapshot))
+                    _add(families, name, _of_batch(self._batches[name].numbers, snapshot))
 
     def _read_batch(self, name: str, run: str, snapshot: WaitSnapshot, *, may_read: bool) -> bool:
         """Read the plan of the newest batch, unless it is known; return whether it was read."""
@@ -145,14 +213,14 @@ class RunMetrics(Collector):
             self._batches[name] = _Batch(snapshot.planned, numbers_of(stored.manifest))
         return True
 
-    def _read_store(self, samples: Samples) -> None:
+    def _read_store(self, families: Families) -> None:
         with translating():
             memory: Any = self._client.info("memory")
-        samples[declared.STORE_BYTES].append(((), int(memory.get("used_memory", 0))))
-        samples[declared.STORE_LIMIT_BYTES].append(((), int(memory.get("maxmemory", 0))))
+        _put(families, _STORE_BYTES, int(memory.get("used_memory", 0)))
+        _put(families, _STORE_LIMIT_BYTES, int(memory.get("maxmemory", 0)))
 
 
-_Value = tuple[Metric, tuple[str, ...], float | None]
+_Value = tuple[Family, tuple[str, ...], float | None]
 """A metric, the values of its labels after `run`, and its value; None for none."""
 
 
@@ -167,59 +235,63 @@ def _of_groups(snapshot: WaitSnapshot, view: RunView) -> Iterator[_Value]:
         return
     num_ready = snapshot.num_ready if view.num_ready is None else view.num_ready
     num_waiting = max(0, snapshot.num_live - snapshot.planned_groups - num_ready)
-    yield declared.GROUPS_WAITING, (), num_waiting
-    yield declared.GROUPS_READY, (), num_ready
+    yield _GROUPS_WAITING, (), num_waiting
+    yield _GROUPS_READY, (), num_ready
     found: defaultdict[str, int] = defaultdict(int)
     exact = replace(snapshot, is_scanned=True, num_ready=num_ready, num_waiting=num_waiting)
     for reason in reasons(exact):
         found[str(reason.kind)] += 1
     for kind, number in found.items():
-        yield declared.WAIT_REASONS, (kind,), number
+        yield _WAIT_REASONS, (kind,), number
 
 
 def _of_run(snapshot: WaitSnapshot) -> Iterator[_Value]:
     """Yield the progress and the bytes of a run."""
     budget = snapshot.budget
-    yield declared.BATCHES_READY, (), max(0, snapshot.planned - snapshot.stepped)
+    yield _BATCHES_READY, (), max(0, snapshot.planned - snapshot.stepped)
     for state in ("planned", "stepped", "released"):
-        yield declared.STEPS, (state,), getattr(snapshot, state)
+        yield _STEPS, (state,), getattr(snapshot, state)
     for part in ("reserved", "stored", "planned"):
-        yield declared.RUN_BYTES, (part,), getattr(budget, part)
-    yield declared.RUN_LIMIT_BYTES, (), snapshot.config.max_bytes
-    yield declared.NEWEST_VERSION, (), snapshot.newest_version
+        yield _RUN_BYTES, (part,), getattr(budget, part)
+    yield _RUN_LIMIT_BYTES, (), snapshot.config.max_bytes
+    yield _NEWEST_VERSION, (), snapshot.newest_version
 
 
 def _of_ledger(counts: LedgerCounts) -> Iterator[_Value]:
     for state, number in counts.by_state.items():
-        yield declared.TRAJECTORIES, (str(state),), number
-    yield declared.ACCEPTED, (), counts.accepted
-    yield declared.CONFLICTS, (), counts.num_conflicts
-    yield declared.LATE_REWARDS, (), counts.num_late_rewards
+        yield _TRAJECTORIES, (str(state),), number
+    yield _ACCEPTED, (), counts.accepted
+    yield _CONFLICTS, (), counts.num_conflicts
+    yield _LATE_REWARDS, (), counts.num_late_rewards
 
 
 def _of_ingest(ingested: Ingested) -> Iterator[_Value]:
     for outcome in ("sealed", "abandoned", "died"):
-        yield declared.INGESTED_TRAJECTORIES, (outcome,), ingested.outcomes[outcome]
-    yield declared.INGESTED_TURNS, (), ingested.num_turns
-    yield declared.INGESTED_TOKENS, (), ingested.num_tokens
-    yield declared.INGESTED_BYTES, (), ingested.num_bytes
+        yield _INGESTED_TRAJECTORIES, (outcome,), ingested.outcomes[outcome]
+    yield _INGESTED_TURNS, (), ingested.num_turns
+    yield _INGESTED_TOKENS, (), ingested.num_tokens
+    yield _INGESTED_BYTES, (), ingested.num_bytes
 
 
 def _of_batch(batch: BatchNumbers, snapshot: WaitSnapshot) -> Iterator[_Value]:
-    yield declared.BATCH_TRAJECTORIES, (), batch.num_trajectories
-    yield declared.BATCH_TOKENS, (), batch.num_tokens
-    yield declared.PADDING_SHARE, (), batch.padding_share
-    yield declared.MERGE_RATIO, (), batch.merge_ratio
-    yield declared.REWARD_MEAN, (), batch.mean_reward
+    yield _BATCH_TRAJECTORIES, (), batch.num_trajectories
+    yield _BATCH_TOKENS, (), batch.num_tokens
+    yield _PADDING_SHARE, (), batch.padding_share
+    yield _MERGE_RATIO, (), batch.merge_ratio
+    yield _REWARD_MEAN, (), batch.mean_reward
     if snapshot.newest_version is not None and batch.oldest_version is not None:
         staleness = snapshot.newest_version - batch.oldest_version
-        yield declared.STALENESS, (), staleness if staleness >= 0 else None
+        yield _STALENESS, (), staleness if staleness >= 0 else None
 
 
-def _add(samples: Samples, run: str, values: Iterable[_Value]) -> None:
+def _add(families: Families, run: str, values: Iterable[_Value]) -> None:
     for metric, labels, value in values:
         if value is not None:
-            samples[metric].append(((run, *labels), value))
+            _put(families, metric, value, run, *labels)
+
+
+def _put(families: Families, metric: Family, value: float, *labels: str) -> None:
+    families.setdefault(metric.name, sampled(metric)).add_metric(labels, value)
 
 
 def _checked(reply: Any) -> Any:

@@ -6,20 +6,12 @@ import metrics_page
 
 from turnstream_server.trainer.reporting.declarations import (
     METRICS,
-    Metric,
     declared,
     numbers,
     undeclared,
 )
 from turnstream_server.trainer.reporting.plot import PANELS
 from turnstream_server.trainer.reporting.sinks.live_table import COLUMNS
-
-
-def test_the_page_has_the_table_of_the_declarations() -> None:
-    page = metrics_page.PAGE.read_text(encoding="utf-8")
-
-    assert page == metrics_page.written(page), "run tools/metrics_page.py"
-    assert page.count("| `") >= len(METRICS)
 
 
 def test_a_changed_declaration_would_change_the_page() -> None:
@@ -58,13 +50,6 @@ def test_table_and_plot_show_declared_metrics() -> None:
 
     assert COLUMNS.keys() <= names
     assert {name for panel in PANELS for name, _ in panel.lines} <= names
-
-
-def test_a_metric_is_one_line_of_code() -> None:
-    metric = Metric("num_new_things", "counter", "things", "New things.", group="data")
-
-    assert metric.tag == "data/num_new_things"
-    assert metric.prometheus_name == "turnstream_trainer_new_things_total"
 
 
 def test_a_repeated_correction_has_the_declaration_of_the_first() -> None:

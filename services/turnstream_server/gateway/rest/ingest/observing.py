@@ -7,18 +7,24 @@ from collections.abc import Sequence
 
 from turnstream_server.gateway.rest.ingest.delivery import Outcome
 from turnstream_server.gateway.rest.ingest.writes import Write
-from turnstream_server.telemetry.declarations import (
-    GATEWAY_TOKENS,
-    GATEWAY_TRAJECTORIES,
-    GATEWAY_TURNS,
-)
 from turnstream_server.telemetry.instruments import counter
 
 logger = logging.getLogger(__name__)
 
-_TRAJECTORIES = counter(GATEWAY_TRAJECTORIES)
-_TURNS = counter(GATEWAY_TURNS)
-_TOKENS = counter(GATEWAY_TOKENS)
+_TRAJECTORIES = counter(
+    "turnstream_gateway_ingested_trajectories",
+    "Trajectories of requests that were sealed, abandoned, or refused.",
+    ["outcome"],
+)
+_TURNS = counter(
+    "turnstream_gateway_ingested_turns",
+    "Turns of requests that were stored, or refused.",
+    ["outcome"],
+)
+_TOKENS = counter(
+    "turnstream_gateway_ingested_tokens",
+    "Prompt and response tokens of the stored turns of requests.",
+)
 
 
 def observe_writes(run: str, writes: Sequence[Write], outcomes: Sequence[Outcome]) -> None:
