@@ -17,12 +17,12 @@ from turnstream_server.logs import configure_logging
 from turnstream_server.options import split_address
 from turnstream_server.settings import Settings
 from turnstream_server.telemetry.instruments import REGISTRY
-from turnstream_server.telemetry.listener import DEFAULT_HOST, OPTION, Listener
 from turnstream_server.telemetry.log_counts import LogCounts
 from turnstream_server.telemetry.readiness import Check, Readiness
 from turnstream_server.telemetry.tracing import start_tracing
-from turnstream_server.tls import read_tls, server_context
+from turnstream_server.tls import read_tls
 
+_DEFAULT_HOST: Final = "127.0.0.1"
 _ANSWER_S: Final = 2.0
 
 
@@ -59,10 +59,11 @@ def observe_process(
     return readiness
 
 
-def _listen(
-    settings: Settings, address: str, *, readiness: Readiness, is_insecure: bool
-) -> Listener:
-    host, port = split_address(address, option=OPTION, default_host=DEFAULT_HOST)
+def _listen(settings: Settings, address: str, *, readiness: Readiness, is_insecure: bool) -> None:
+    # A process without a listener needs no web framework.
+    from turnstream_server.listener import OPTION, serve_metrics
+
+    host, port = split_address(address, option=OPTION, default_host=_DEFAULT_HOST)
     key_file = settings.key_file
     if key_file is None and not (is_insecure or settings.insecure or is_loopback(host)):
         raise InvalidConfigError(
@@ -74,8 +75,7 @@ def _listen(
     if key_file is not None:
         read_key = lambda: read_key_file(key_file)  # noqa: E731 - it may be written later
     tls = read_tls(settings.tls_cert, settings.tls_key)
-    context = None if tls is None else server_context(tls)
-    return Listener(host, port, readiness=readiness, read_key=read_key, tls=context)
+    serve_metrics(host, port, readiness=readiness, read_key=read_key, tls=tls)
 
 
 def run_check(url: str, run: str) -> Check:

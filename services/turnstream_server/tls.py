@@ -38,16 +38,9 @@ def read_tls(cert: Path | None, key: Path | None) -> Tls | None:
         except OSError as error:
             raise InvalidConfigError(name, f"{path} cannot be read: {error}") from error
     try:
-        server_context(Tls(cert, key))
+        # An empty password: OpenSSL asks on the terminal for one otherwise.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
     except ssl.SSLError as error:
         reason = f"{cert} and {key} are no certificate and its private key: {error}"
         raise InvalidConfigError("TURNSTREAM_TLS_CERT", reason) from error
     return Tls(cert, key)
-
-
-def server_context(tls: Tls) -> ssl.SSLContext:
-    """Return the context of a server; ssl.SSLError if the files do not fit."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    # An empty password: OpenSSL asks on the terminal for one otherwise.
-    context.load_cert_chain(tls.cert, tls.key, password="")
-    return context

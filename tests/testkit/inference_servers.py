@@ -8,34 +8,25 @@ completions have the fields that forwarded samples need.
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import uvicorn
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from turnstream_server.http_server import HttpServer
+
 
 @contextmanager
 def serving(app: Any, *, port: int = 0) -> Iterator[str]:
     """Serve an ASGI application from a thread; yield its address."""
-    with socket.create_server(("127.0.0.1", port)) as listening:
-        config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, ws="none")
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        finally:
-            server.should_exit = server.force_exit = True
-            thread.join()
+    with HttpServer(app, "127.0.0.1", port, option="port") as server:
+        yield server.url
 
 
 class Strict(BaseModel):

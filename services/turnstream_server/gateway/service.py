@@ -29,6 +29,7 @@ from turnstream_server.gateway.key_limits import LimitedApp
 from turnstream_server.gateway.observing import ObservedApp
 from turnstream_server.gateway.polls import Polls
 from turnstream_server.gateway.state import Gateway
+from turnstream_server.http_server import BACKLOG, listening_socket
 from turnstream_server.options import split_address, write_address
 from turnstream_server.telemetry.checks import folder_check, store_check
 
@@ -39,7 +40,6 @@ _GRACE_S: Final = 60.0
 """Time for heartbeats after a start or an outage, before silent sessions are closed."""
 
 _ANSWER_S: Final = 2.0
-_BACKLOG: Final = 4_096
 _IDLE_S: Final = 75
 """Time after which an idle connection is closed; clients send a heartbeat every 10 s."""
 
@@ -119,7 +119,7 @@ async def _served(
         access_log=False,
         log_config=None,
         ws="none",
-        backlog=_BACKLOG,
+        backlog=BACKLOG,
         timeout_keep_alive=_IDLE_S,
         timeout_graceful_shutdown=max(1, round(options.shutdown_grace_s)),
         ssl_certfile=None if options.tls is None else str(options.tls.cert),
@@ -183,15 +183,9 @@ async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 def _listening(listen: str) -> tuple[socket.socket, str]:
     """Return a listening socket and its "host:port"."""
     host, port = split_address(listen, option="--listen")
-    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-    # With protocol 0 asyncio does not set TCP_NODELAY, and each answer takes 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host.strip("[]"), port))
-        listener.listen(_BACKLOG)
+        listener = listening_socket(host, port)
     except OSError as error:
-        listener.close()
         raise InvalidConfigError(
             "--listen",
             f"{listen!r} cannot be used ({error}): choose another port with --listen or "

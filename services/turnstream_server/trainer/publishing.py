@@ -11,7 +11,7 @@ from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import WriteWeights
 from turnstream_server.trainer.inference_servers import inference_server
 from turnstream_server.trainer.pushing import Pushes
-from turnstream_server.trainer.weights_server import WeightsAccess, WeightsServer, advertised_url
+from turnstream_server.trainer.weights_server import WeightsAccess, advertised_url, serve_weights
 
 
 class WeightsPublisher:
@@ -20,7 +20,7 @@ class WeightsPublisher:
     def __init__(self, config: TrainerConfig, access: WeightsAccess | None = None) -> None:
         """Raises InvalidConfigError for an option of `config` that is wrong.
 
-        `access` has the callers that get the weights over HTTP: see `WeightsServer`.
+        `access` has the callers that get the weights over HTTP: see `serve_weights`.
         """
         self._config = config
         self._access = access
@@ -43,9 +43,10 @@ class WeightsPublisher:
         config = self._config
         self._base_url = config.weights_url and advertised_url("", config.weights_url)
         if config.weights_listen:
-            server = WeightsServer(self._folder, listen=config.weights_listen, access=self._access)
-            self._base_url = advertised_url(server.url, config.weights_url)
+            listen, access = config.weights_listen, self._access
+            server = serve_weights(self._folder, listen=listen, access=access)
             self._open.enter_context(server)
+            self._base_url = advertised_url(server.url, config.weights_url)
         self._pushes = Pushes(self._servers)
         self._open.callback(self._pushes.close)
         return self

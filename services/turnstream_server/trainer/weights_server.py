@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import logging
 import re
-import socket
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -33,6 +30,7 @@ from turnstream.errors import (
 )
 from turnstream.store.client.connection import connect_async
 from turnstream.weights import CHECKSUMS, parse_checksums
+from turnstream_server.http_server import HttpServer
 from turnstream_server.keys.access import KeyChecks, secret_of
 from turnstream_server.keys.policy import is_loopback
 from turnstream_server.options import split_address
@@ -122,59 +120,30 @@ def _digests(listed: Path) -> dict[str, str]:
         return {}
 
 
-class WeightsServer:
-    """Serves a weights folder from a thread, between `__enter__` and `__exit__`.
+def serve_weights(folder: Path, *, listen: str, access: WeightsAccess | None = None) -> HttpServer:
+    """Serve a weights folder from a thread until the server is closed.
 
-    Attributes:
-        url: address at which it listens, without a slash at its end.
+    Downloads in progress are cut then; they resume at the next server.
+
+    Args:
+        folder: the versions.
+        listen: "HOST:PORT"; port 0 takes a free one.
+        access: the callers that get weights; None serves every caller, on the loopback alone.
+
+    Raises:
+        InvalidConfigError: `listen` is not HOST:PORT, cannot be used, or needs `access`.
     """
-
-    def __init__(self, folder: Path, *, listen: str, access: WeightsAccess | None = None) -> None:
-        """Listen at once, so that an address in use is an error here.
-
-        Args:
-            folder: the versions.
-            listen: "HOST:PORT"; port 0 takes a free one.
-            access: the callers that get weights; None serves every caller, on the loopback alone.
-
-        Raises:
-            InvalidConfigError: `listen` is not HOST:PORT, cannot be used, or needs `access`.
-        """
-        host, port = split_address(listen, option=_OPTION)
-        if access is None and not is_loopback(host):
-            raise InvalidConfigError(
-                _OPTION,
-                f"other machines reach {host}: start it by `turnstream serve trainer`, "
-                "which checks keys",
-            )
-        tls = None if access is None else access.tls
-        self._socket = _listening(host, port)
-        scheme = "http" if tls is None else "https"
-        self.url = f"{scheme}://{host}:{self._socket.getsockname()[1]}"
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                weights_app(folder, access),
-                access_log=False,
-                log_config=None,
-                ws="none",
-                ssl_certfile=None if tls is None else tls.cert,
-                ssl_keyfile=None if tls is None else tls.key,
-            )
+    host, port = split_address(listen, option=_OPTION)
+    if access is None and not is_loopback(host):
+        raise InvalidConfigError(
+            _OPTION,
+            f"other machines reach {host}: start it by `turnstream serve trainer`, "
+            "which checks keys",
         )
-        self._thread = threading.Thread(
-            target=self._server.run, args=([self._socket],), name="weights", daemon=True
-        )
-
-    def __enter__(self) -> WeightsServer:
-        self._thread.start()
-        logger.info("published weights are served at %s", self.url)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stop. Downloads in progress are cut; they resume at the next server."""
-        self._server.should_exit = self._server.force_exit = True
-        self._thread.join()
-        self._socket.close()
+    tls = None if access is None else access.tls
+    server = HttpServer(weights_app(folder, access), host, port, option=_OPTION, tls=tls)
+    logger.info("published weights are served at %s", server.url)
+    return server
 
 
 def advertised_url(server_url: str, given: str) -> str:
@@ -197,12 +166,3 @@ def advertised_url(server_url: str, given: str) -> str:
         message = f"{host} is no address that a generator can use: name one with --weights-url"
         raise InvalidConfigError(_OPTION, message)
     return server_url
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-    try:
-        return socket.create_server((host.strip("[]"), port), family=family)
-    except OSError as error:
-        message = f"{host}:{port} cannot be used: {error}; port 0 takes a free one"
-        raise InvalidConfigError(_OPTION, message) from error

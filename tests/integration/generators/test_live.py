@@ -46,7 +46,7 @@ from turnstream_server.models.policy import load_policy, save_policy
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.publishing import WeightsPublisher
-from turnstream_server.trainer.weights_server import WeightsServer
+from turnstream_server.trainer.weights_server import serve_weights
 
 
 class LiveRun(NamedTuple):
@@ -299,7 +299,7 @@ async def test_version_that_its_server_has_removed_is_replaced_by_a_newer_one(
 ) -> None:
     newest = await live_run.announce(1, seed=2)
     policy = NewestPolicy(live_run.client, live_run.name, cache=tmp_path / "cache")
-    with WeightsServer(tmp_path, listen="127.0.0.1:0") as server:
+    with serve_weights(tmp_path, listen="127.0.0.1:0") as server:
         removed = VersionAnnounced(version=0, step=0, lineage="", weights_uri=f"{server.url}/v0")
         announced = [removed]
         true_newest = live.newest_version

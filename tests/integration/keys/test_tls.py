@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import ssl
 import subprocess
 import sys
@@ -30,12 +31,15 @@ from turnstream.errors import (
 from turnstream.store.run.batchers import list_batchers
 from turnstream.weights import fetch_weights, write_checksums
 from turnstream.worker import BatchStream
+from turnstream_server import http_server
 from turnstream_server.bootstrap import start_trainer
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.keys.store import create_key
+from turnstream_server.listener import serve_metrics
 from turnstream_server.settings import Settings
+from turnstream_server.telemetry.readiness import Readiness
 from turnstream_server.trainer.config import TrainerConfig
-from turnstream_server.trainer.weights_server import WeightsAccess, WeightsServer, weights_app
+from turnstream_server.trainer.weights_server import WeightsAccess, serve_weights, weights_app
 
 pytestmark = pytest.mark.redis
 
@@ -60,7 +64,7 @@ def test_published_weights_need_a_key_of_the_run_and_have_tls(
     monkeypatch.setenv("TURNSTREAM_TLS_CA", str(certificates.ca))
     access = WeightsAccess(server.url, run, requires_key=True, tls=certificates.tls)
 
-    with WeightsServer(version.parent, listen="127.0.0.1:0", access=access) as weights:
+    with serve_weights(version.parent, listen="127.0.0.1:0", access=access) as weights:
         fetch = partial(fetch_weights, f"{weights.url}/v1", cache=tmp_path / "cache", timeout_s=30)
         for key in ("", "tml-unknown"):
             with pytest.raises(UnknownKeyError, match="401"):
@@ -101,7 +105,7 @@ def test_trainer_serves_weights_to_other_machines_only_with_a_key(tmp_path: Path
         with pytest.raises(InvalidConfigError, match=r"other machines reach '0.0.0.0'"):
             start_trainer(Settings(), config)
     with pytest.raises(InvalidConfigError, match="other machines reach"):
-        WeightsServer(tmp_path, listen=config.weights_listen)
+        serve_weights(tmp_path, listen=config.weights_listen)
 
 
 @pytest.fixture
@@ -166,6 +170,17 @@ def test_gateway_serves_https_alone(server: EmbeddedServer, certificates: Any) -
 
 
 @pytest.mark.grpc
+def test_peer_without_a_handshake_is_disconnected(
+    certificates: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "_HANDSHAKE_S", 0.2)
+    with (
+        serve_metrics("127.0.0.1", 0, readiness=Readiness("batcher"), tls=certificates.tls) as it,
+        socket.create_connection(("127.0.0.1", it.port), timeout=10) as peer,
+    ):
+        assert peer.recv(1) == b""
+
+
 def test_metrics_are_served_with_the_certificate_of_the_service(
     server: EmbeddedServer, certificates: Any, tmp_path: Path
 ) -> None:

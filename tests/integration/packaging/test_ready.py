@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
 
@@ -10,7 +9,7 @@ import pytest
 
 from testkit.compose import REPOSITORY
 from turnstream_server.embedded import free_port
-from turnstream_server.telemetry.listener import Listener
+from turnstream_server.listener import serve_metrics
 from turnstream_server.telemetry.readiness import Readiness
 
 
@@ -34,7 +33,7 @@ def test_health_command_follows_the_readiness_of_its_service(
 ) -> None:
     readiness = Readiness("batcher")
     readiness.add("store", lambda: reason)
-    with contextlib.closing(Listener("127.0.0.1", 0, readiness=readiness)) as listener:
+    with serve_metrics("127.0.0.1", 0, readiness=readiness) as listener:
         done = ready_command(listener.port)
 
     assert done.returncode == status

@@ -21,7 +21,7 @@ from turnstream.errors import (
     UnavailableError,
 )
 from turnstream.weights import CHECKSUMS, fetch_weights, write_checksums
-from turnstream_server.trainer.weights_server import WeightsServer, advertised_url, weights_app
+from turnstream_server.trainer.weights_server import advertised_url, serve_weights, weights_app
 
 FILES = {
     "model.safetensors": bytes(range(256)) * 1_000,
@@ -299,7 +299,7 @@ def test_server_cannot_be_written_to(url: str) -> None:
 
 
 def test_server_of_a_trainer_stops_with_its_block(folder: Path, tmp_path: Path) -> None:
-    with WeightsServer(folder, listen="127.0.0.1:0") as server:
+    with serve_weights(folder, listen="127.0.0.1:0") as server:
         fetched = fetch_weights(f"{server.url}/v1", cache=tmp_path / "cache")
 
     assert contents(fetched) == of_version("v1")
@@ -312,7 +312,7 @@ def test_address_that_cannot_be_used_is_an_error(folder: Path) -> None:
         port = taken.getsockname()[1]
         for listen in (f"127.0.0.1:{port}", "7602", "127.0.0.1:70000"):
             with pytest.raises(InvalidConfigError, match="--weights-listen"):
-                WeightsServer(folder, listen=listen)
+                serve_weights(folder, listen=listen)
 
 
 def test_wildcard_address_needs_an_advertised_one() -> None:

@@ -17,16 +17,17 @@ import pytest
 from testkit import wait_until
 from turnstream.errors import InvalidConfigError, TurnstreamError
 from turnstream.store.client.api_keys import read_key_file
+from turnstream_server import http_server as module
+from turnstream_server.http_server import HttpServer
+from turnstream_server.listener import serve_metrics
 from turnstream_server.observed import observe_process
 from turnstream_server.settings import Settings
-from turnstream_server.telemetry import listener as module
 from turnstream_server.telemetry.instruments import REGISTRY
-from turnstream_server.telemetry.listener import Listener
 from turnstream_server.telemetry.readiness import Readiness
 
 KEY = "tml-0123456789abcdef0123456789"
 
-Start = Callable[..., Listener]
+Start = Callable[..., HttpServer]
 
 
 @pytest.fixture
@@ -36,18 +37,17 @@ def readiness() -> Readiness:
 
 @pytest.fixture
 def start(readiness: Readiness) -> Iterator[Start]:
-    """`start(host="127.0.0.1", read_key=...)` starts a listener on a free port."""
+    """`start(read_key=...)` starts a listener on a free port."""
     with contextlib.ExitStack() as stack:
 
-        def start(host: str = "127.0.0.1", read_key: Callable[[], str] | None = None) -> Listener:
-            made = Listener(host, 0, readiness=readiness, read_key=read_key)
-            stack.callback(made.close)
-            return made
+        def start(read_key: Callable[[], str] | None = None) -> HttpServer:
+            made = serve_metrics("127.0.0.1", 0, readiness=readiness, read_key=read_key)
+            return stack.enter_context(made)
 
         yield start
 
 
-def get(listener: Listener, path: str, *, method: str = "GET", **headers: str) -> tuple[int, str]:
+def get(listener: HttpServer, path: str, *, method: str = "GET", **headers: str) -> tuple[int, str]:
     """Status and body of a request; `x_api_key` is the header X-Api-Key."""
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
     url = f"http://127.0.0.1:{listener.port}{path}"
@@ -133,18 +133,18 @@ def test_only_the_three_paths_can_be_read(start: Start) -> None:
     assert get(listener, "/metrics", method="POST")[0] == 405
 
 
-def test_more_silent_peers_than_threads_are_disconnected(start: Start) -> None:
+def test_more_silent_peers_than_the_limit_are_disconnected(start: Start) -> None:
     listener = start()
     with contextlib.ExitStack() as stack:
         peers = [
             stack.enter_context(socket.create_connection(("127.0.0.1", listener.port), timeout=10))
-            for _ in range(module._MAX_REQUESTS + 5)
+            for _ in range(module._MAX_BRIEF + 5)
         ]
 
-        ended = [peer.recv(1) for peer in peers[module._MAX_REQUESTS :]]
+        ended = [peer.recv(1) for peer in peers[module._MAX_BRIEF :]]
 
         assert ended == [b""] * 5
-        for peer in peers[: module._MAX_REQUESTS]:
+        for peer in peers[: module._MAX_BRIEF]:
             peer.setblocking(False)
             with pytest.raises(BlockingIOError):
                 peer.recv(1)
@@ -154,26 +154,26 @@ def test_more_silent_peers_than_threads_are_disconnected(start: Start) -> None:
 def test_a_silent_peer_is_disconnected_after_a_while(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module._Handler, "timeout", 0.2)
+    monkeypatch.setattr(module, "_BRIEF_S", 0.2)
     with socket.create_connection(("127.0.0.1", start().port), timeout=10) as peer:
         assert peer.recv(1) == b""
 
 
-def _status(listener: Listener) -> int:
+def _status(listener: HttpServer) -> int:
     try:
         return get(listener, "/healthz")[0]
-    except OSError:  # no thread is free yet
+    except OSError:  # no connection is free yet
         return 0
 
 
 def test_a_taken_port_is_refused_and_a_closed_one_is_free(readiness: Readiness) -> None:
-    first = Listener("127.0.0.1", 0, readiness=readiness)
+    first = serve_metrics("127.0.0.1", 0, readiness=readiness)
     address = re.escape(f"127.0.0.1:{first.port}")
 
-    with pytest.raises(InvalidConfigError, match=f"^--metrics-listen: cannot listen on {address}"):
-        Listener("127.0.0.1", first.port, readiness=readiness)
+    with pytest.raises(InvalidConfigError, match=f"^--metrics-listen: {address} cannot be used"):
+        serve_metrics("127.0.0.1", first.port, readiness=readiness)
     first.close()
-    Listener("127.0.0.1", first.port, readiness=readiness).close()
+    serve_metrics("127.0.0.1", first.port, readiness=readiness).close()
 
 
 @pytest.fixture

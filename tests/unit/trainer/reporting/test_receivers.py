@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from testkit.receivers import (
     wandb_records,
 )
 from turnstream.errors import InvalidConfigError
-from turnstream_server.telemetry.listener import Listener
+from turnstream_server.listener import serve_metrics
 from turnstream_server.telemetry.readiness import Readiness
 from turnstream_server.trainer.reporting.declarations import METRICS
 from turnstream_server.trainer.reporting.sinks.prometheus import Prometheus
@@ -38,11 +37,11 @@ def prometheus() -> Iterator[Prometheus]:
 
 def scrape() -> dict[str, tuple[float, str, dict[str, str]]]:
     """Value, type and labels of every sample of this process, keyed by its name."""
-    listener = Listener("127.0.0.1", 0, readiness=Readiness("trainer"))
-    with contextlib.closing(listener):
-        url = f"http://127.0.0.1:{listener.port}/metrics"
-        with urllib.request.urlopen(url, timeout=10) as reply:
-            text = reply.read().decode()
+    with (
+        serve_metrics("127.0.0.1", 0, readiness=Readiness("trainer")) as server,
+        urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as reply,
+    ):
+        text = reply.read().decode()
     return {
         sample.name: (sample.value, family.type, sample.labels)
         for family in text_string_to_metric_families(text)
