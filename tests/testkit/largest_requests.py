@@ -40,7 +40,7 @@ from turnstream.wire.v1 import calls_pb2 as calls_wire
 from turnstream_server.bus.core.scan import PAGE_EVENTS
 from turnstream_server.commands.bases import BaseModel
 from turnstream_server.gateway.bodies import MAX_SMALL_BYTES
-from turnstream_server.gateway.body_limits import MAX_BRACKETS, MAX_JSON_BYTES
+from turnstream_server.gateway.parsers import MAX_BRACKETS, MAX_JSON_BYTES
 from turnstream_server.gateway.rest.bodies import (
     MAX_ITEMS,
     MAX_MEMBERS_OF_GROUPS,

@@ -15,9 +15,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnstream.errors import RejectedError, TurnstreamError
 from turnstream_server.gateway.access import IDENTITY
-from turnstream_server.gateway.bodies import json_response
+from turnstream_server.gateway.bodies import (
+    BODY,
+    BodyMemory,
+    RequestBody,
+    json_response,
+    too_large_text,
+)
 from turnstream_server.gateway.parsers import IN_LOOP_BYTES
-from turnstream_server.gateway.request_body import BODY, BodyMemory, RequestBody, too_large_text
 from turnstream_server.gateway.rest.app import PREFIX
 from turnstream_server.gateway.rest.problems import Problem, problem_of, response
 from turnstream_server.gateway.state import Gateway

@@ -1,17 +1,20 @@
 """Parsing of bodies: in the event loop, in threads of their own, or in processes.
 
 A parser of JSON holds the interpreter lock until it has read the whole body, also in a thread. Then
-no other request is answered, so large JSON is parsed in a process.
+no other request is answered, so large JSON is parsed in a process. JSON is counted before it is
+parsed: few bytes may become many objects.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
+from turnstream.errors import RecordError
 from turnstream_server.gateway.parse_process import LONGEST_S, ParseProcess
 from turnstream_server.keys.places import Places
 
@@ -20,6 +23,15 @@ IN_LOOP_BYTES: Final = 64 << 10
 
 IN_THREAD_JSON_BYTES: Final = 256 << 10
 """Largest JSON that is parsed in a thread: a process costs more than that."""
+
+MAX_JSON_BYTES: Final = 12 << 20
+"""Largest body of JSON. Parsed, it takes up to fifteen times its size in memory."""
+
+MAX_BRACKETS: Final = 1 << 19
+"""Objects and lists of one JSON body: each takes up to 200 bytes and 4 µs. Texts count too."""
+
+MAX_QUOTES: Final = 1 << 20
+"""Quotation marks of one JSON body, two per text."""
 
 _NUM_THREADS: Final = 4
 _NUM_PROCESSES: Final = 2
@@ -48,6 +60,9 @@ class Parsers:
     ) -> _Result:
         """Return the content of a body, or raise the error of its parser.
 
+        RecordError for JSON that would become too many Python objects. A body that is parsed in the
+        event loop is too small for that.
+
         Args:
             parse: can be pickled, with its result and its errors, if `is_json`.
             body: the whole body.
@@ -56,6 +71,8 @@ class Parsers:
         """
         if len(body) <= IN_LOOP_BYTES:
             return parse(body)
+        if is_json:
+            parse = functools.partial(_parse_json, parse)
         if is_json and len(body) > IN_THREAD_JSON_BYTES:
             async with self._process_places.lent(owner) as place:
                 await place.take()
@@ -90,6 +107,17 @@ class Parsers:
         if is_error:
             raise result
         return result
+
+
+def _parse_json(parse: Callable[[bytes], _Result], body: bytes) -> _Result:
+    """Return the content of a JSON body that is counted first."""
+    if len(body) > MAX_JSON_BYTES:
+        raise RecordError(f"the body has {len(body)} bytes of JSON, more than {MAX_JSON_BYTES}")
+    found = {"brackets": body.count(b"{") + body.count(b"["), "quotation marks": body.count(b'"')}
+    for (name, count), most in zip(found.items(), (MAX_BRACKETS, MAX_QUOTES), strict=True):
+        if count > most:
+            raise RecordError(f"the body has {count} {name}, more than {most}: send less at once")
+    return parse(body)
 
 
 def _half_of(num_places: int) -> Places:

@@ -15,7 +15,7 @@ import zstandard
 from testkit import wait_until
 from testkit.gateway_thread import GatewayThread
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.gateway import request_body
+from turnstream_server.gateway import bodies
 from turnstream_server.keys.records import KeyLimits
 from turnstream_server.keys.store import create_key
 
@@ -67,7 +67,7 @@ def test_limits_of_a_key_count_the_unpacked_bytes(
 def test_body_that_stops_to_arrive_is_dropped(
     gateway: GatewayThread, new_key: NewKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_body, "STALLED_S", 0.2)
+    monkeypatch.setattr(bodies, "STALLED_S", 0.2)
     host, _, port = gateway.address.partition(":")
     for path in (_REST, _TINKER):
         lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Length: 1000"]
@@ -84,8 +84,8 @@ def test_body_that_stops_to_arrive_is_dropped(
 def test_bodies_in_flight_share_one_memory_limit(
     gateway: GatewayThread, new_key: NewKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_body, "MAX_OWNER_BYTES", 5_000)
-    monkeypatch.setattr(request_body, "MAX_SHARED_BYTES", 8_000)
+    monkeypatch.setattr(bodies, "MAX_OWNER_BYTES", 5_000)
+    monkeypatch.setattr(bodies, "MAX_SHARED_BYTES", 8_000)
     first, second = new_key("first"), new_key("second")
     unpacked = {"content-encoding": "gzip", "content-type": "application/json"}
     with httpx2.Client(base_url=gateway.base_url, timeout=60) as http:

@@ -14,8 +14,15 @@ from typing import Any
 import pytest
 
 from testkit import wait_until
-from turnstream.errors import InvalidTurnError, UnavailableError
-from turnstream_server.gateway.parsers import IN_LOOP_BYTES, IN_THREAD_JSON_BYTES, Parsers
+from turnstream.errors import InvalidTurnError, RecordError, UnavailableError
+from turnstream_server.gateway.parsers import (
+    IN_LOOP_BYTES,
+    IN_THREAD_JSON_BYTES,
+    MAX_BRACKETS,
+    MAX_JSON_BYTES,
+    MAX_QUOTES,
+    Parsers,
+)
 
 _SMALL, _LARGE = bytes(IN_LOOP_BYTES), bytes(IN_THREAD_JSON_BYTES + 1)
 
@@ -55,6 +62,20 @@ async def test_large_json_is_parsed_in_a_process_that_is_replaced() -> None:
     assert (small, no_json) == ((len(_SMALL), own), (len(_LARGE), own))
     assert first == second == (len(_LARGE), first[1])
     assert len({own, first[1], third[1]}) == 3
+
+
+async def test_json_of_many_parts_is_refused_before_it_is_parsed() -> None:
+    parsers = Parsers()
+    try:
+        for body, message in (
+            (b"[" * MAX_BRACKETS + b"{", f"{MAX_BRACKETS + 1} brackets, more than {MAX_BRACKETS}"),
+            (b'"' * (MAX_QUOTES + 1), f"{MAX_QUOTES + 1} quotation marks, more than {MAX_QUOTES}"),
+            (b" " * (MAX_JSON_BYTES + 1), f"{MAX_JSON_BYTES + 1} bytes of JSON, more than"),
+        ):
+            with pytest.raises(RecordError, match=message):
+                await parsers.run(_refuse, body, owner="a", is_json=True)
+    finally:
+        await parsers.close()
 
 
 async def test_owner_with_a_queue_leaves_a_thread_and_a_process(tmp_path: Path) -> None:

@@ -12,10 +12,8 @@ from fastapi import HTTPException, Request
 from pydantic import BaseModel, ConfigDict
 
 from turnstream.errors import RecordError
-from turnstream_server.gateway.bodies import read_large_body
-from turnstream_server.gateway.body_limits import MAX_JSON_BYTES
-from turnstream_server.gateway.parsers import Parsers
-from turnstream_server.gateway.request_body import body_of, too_large_text
+from turnstream_server.gateway.bodies import body_of, read_large_body, too_large_text
+from turnstream_server.gateway.parsers import MAX_JSON_BYTES, Parsers
 
 JSON: Final = "application/json"
 ARROW: Final = "application/vnd.apache.arrow.stream"

@@ -9,7 +9,7 @@ from fastapi import HTTPException, Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 
-from turnstream_server.gateway.request_body import too_large_text
+from turnstream_server.gateway.bodies import too_large_text
 
 MAX_SMALL_BYTES: Final = 256 << 10
 """Parsed in about 3 ms, in which the event loop does nothing else."""

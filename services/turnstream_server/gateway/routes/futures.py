@@ -16,10 +16,10 @@ from turnstream_server.commands.results import Answer, Failure, TrainingOutput, 
 from turnstream_server.commands.samplers import cancel_sample
 from turnstream_server.commands.waiting import DroppedResultError, UnknownRequestError
 from turnstream_server.gateway.access import Authenticated, Caller
-from turnstream_server.gateway.bodies import Body, json_response, read_json
+from turnstream_server.gateway.bodies import Body, json_response
 from turnstream_server.gateway.state import session_of
 from turnstream_server.gateway.tinker.encodings import Encoded, as_json
-from turnstream_server.gateway.tinker.json_parts import Part
+from turnstream_server.gateway.tinker.json_parts import Part, read_fields
 from turnstream_server.gateway.tinker.sample_outputs import encode_sample
 from turnstream_server.gateway.tinker.training_outputs import encode_output
 
@@ -88,7 +88,7 @@ def encode_stored(stored: bytes, *, accept: str) -> Encoded:
 
 
 def _request_id(body: bytes) -> RequestId:
-    text = read_json(body, _Poll).request_id
+    text = read_fields(body, _Poll).request_id
     try:
         return parse_request_id(text)
     except ValueError as error:

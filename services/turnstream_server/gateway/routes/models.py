@@ -18,9 +18,9 @@ from turnstream_server.commands.contents import CreateModel
 from turnstream_server.commands.models import ModelRecord, create_model
 from turnstream_server.commands.sessions import add_member
 from turnstream_server.gateway.access import Authenticated, Caller
-from turnstream_server.gateway.bodies import Body, json_response, read_json, read_object
+from turnstream_server.gateway.bodies import Body, json_response
 from turnstream_server.gateway.routes.training import submit_model_call
-from turnstream_server.gateway.tinker.json_parts import Int64, Part, Settings
+from turnstream_server.gateway.tinker.json_parts import Int64, Part, Settings, read_fields
 
 router = APIRouter()
 
@@ -62,6 +62,11 @@ class _FromCheckpoint(_NewModel):
     weights_access_token: StrictStr | None = None
 
 
+class _Loaded(Part):
+    model_id: Any = None
+    session_id: Any = None
+
+
 class _ModelId(Part):
     model_id: StrictStr
 
@@ -69,7 +74,7 @@ class _ModelId(Part):
 @router.post("/create_model")
 async def create(body: Body, caller: Authenticated) -> Response:
     """Make a model from a base model."""
-    sent = read_json(body, _FromBase)
+    sent = read_fields(body, _FromBase)
     base = await caller.gateway.bases.require_served(sent.base_model)
     lora = sent.lora_config or _Lora()
     if not any(getattr(lora, name) for name in _LAYERS):
@@ -86,16 +91,16 @@ async def create(body: Body, caller: Authenticated) -> Response:
 @router.post("/load_weights")
 async def load_weights(body: Body, caller: Authenticated) -> Response:
     """Load a checkpoint into a model, or make a model from it if the call names none."""
-    sent = read_object(body)
-    if sent.get("model_id") is None and sent.get("session_id") is not None:
-        return await _create_from_checkpoint(caller, read_json(body, _FromCheckpoint))
+    sent = read_fields(body, _Loaded)
+    if sent.model_id is None and sent.session_id is not None:
+        return await _create_from_checkpoint(caller, read_fields(body, _FromCheckpoint))
     return await submit_model_call(caller, body, route="load_weights")
 
 
 @router.post("/get_info")
 async def get_info(body: Body, caller: Authenticated) -> Response:
     """Return the description of a model."""
-    model = await caller.model(read_json(body, _ModelId).model_id)
+    model = await caller.model(read_fields(body, _ModelId).model_id)
     base = await caller.gateway.bases.find(model.base_model)
     tokenizer_id = base.tokenizer_id if base else ""
     data = {"model_name": model.base_model, "tokenizer_id": tokenizer_id or model.base_model}

@@ -21,11 +21,11 @@ from turnstream_server.commands.samplers import (
 )
 from turnstream_server.commands.sessions import add_member
 from turnstream_server.gateway.access import Authenticated, Caller
-from turnstream_server.gateway.bodies import Body, LargeBody, json_response, read_json
+from turnstream_server.gateway.bodies import Body, LargeBody, json_response
 from turnstream_server.gateway.limits import check_sampling_limits
 from turnstream_server.gateway.state import session_of
 from turnstream_server.gateway.submitting import refused
-from turnstream_server.gateway.tinker.json_parts import Part
+from turnstream_server.gateway.tinker.json_parts import Part, read_fields
 from turnstream_server.gateway.tinker.sample_calls import SampleCall, decode_sample_call
 
 router = APIRouter()
@@ -44,7 +44,7 @@ class _NewSampler(Part):
 @router.post("/create_sampling_session")
 async def create_sampling_session(body: Body, caller: Authenticated) -> Response:
     """Make a sampling session from a checkpoint or a base model; a checkpoint wins."""
-    sent = read_json(body, _NewSampler)
+    sent = read_fields(body, _NewSampler)
     await caller.open_session(sent.session_id)
     record = await _record(caller, sent)
     await caller.gateway.bases.require_served(record.base_model)

@@ -20,9 +20,9 @@ from turnstream_server.commands.sessions import (
     sessions_of,
 )
 from turnstream_server.gateway.access import Authenticated
-from turnstream_server.gateway.bodies import Body, json_response, read_json
+from turnstream_server.gateway.bodies import Body, json_response
 from turnstream_server.gateway.descriptions import Limit, Offset, text_values
-from turnstream_server.gateway.tinker.json_parts import Part
+from turnstream_server.gateway.tinker.json_parts import Part, read_fields
 
 public = APIRouter()
 """Routes without a key."""
@@ -102,7 +102,7 @@ async def capabilities(caller: Authenticated) -> Response:
 @router.post("/create_session")
 async def create_session(body: Body, caller: Authenticated) -> Response:
     """Open a session."""
-    sent = read_json(body, _NewSession)
+    sent = read_fields(body, _NewSession)
     session = Session(secrets.token_hex(_ID_BYTES), caller.owner, **dict(sent))
     await open_session(caller.client, session)
     return json_response({"type": "create_session", "session_id": session.session_id})
@@ -111,7 +111,7 @@ async def create_session(body: Body, caller: Authenticated) -> Response:
 @router.post("/session_heartbeat")
 async def heartbeat(body: Body, caller: Authenticated) -> Response:
     """Keep a session open; 410 for a closed one, which ends the heartbeats of its client."""
-    session_id = read_json(body, _SessionId).session_id
+    session_id = read_fields(body, _SessionId).session_id
     await caller.session(session_id)
     try:
         await beat(caller.client, session_id)
@@ -123,7 +123,7 @@ async def heartbeat(body: Body, caller: Authenticated) -> Response:
 @router.post("/sessions/{session_id}/finish")
 async def finish(session_id: str, body: Body, caller: Authenticated) -> Response:
     """Refuse further work of a session. Its results stay a while; the first reason stays."""
-    sent = read_json(body, _End)
+    sent = read_fields(body, _End)
     await caller.session(session_id)
     reason = f"{sent.reason.type}: {sent.detail}" if sent.detail else sent.reason.type
     await finish_session(caller.client, session_id, reason=reason[:_LONGEST_REASON])

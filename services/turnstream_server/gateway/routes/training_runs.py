@@ -21,7 +21,7 @@ from turnstream_server.commands.checkpoints import (
 )
 from turnstream_server.commands.models import models_of_owner, read_model_async
 from turnstream_server.gateway.access import Authenticated, Caller
-from turnstream_server.gateway.bodies import Body, json_response, read_json
+from turnstream_server.gateway.bodies import Body, json_response
 from turnstream_server.gateway.descriptions import (
     Limit,
     Offset,
@@ -30,7 +30,7 @@ from turnstream_server.gateway.descriptions import (
     describe_model,
     timestamp,
 )
-from turnstream_server.gateway.tinker.json_parts import Part
+from turnstream_server.gateway.tinker.json_parts import Part, read_fields
 
 router = APIRouter()
 
@@ -100,7 +100,7 @@ async def set_ttl(
     model_id: str, kind: str, name: str, body: Body, caller: Authenticated
 ) -> Response:
     """Set the seconds until a checkpoint is deleted; null keeps it."""
-    ttl_s = read_json(body, _Expiry).ttl_seconds
+    ttl_s = read_fields(body, _Expiry).ttl_seconds
     saved = await _saved(caller, _path(model_id, kind, name))
     expires_ms = None if ttl_s is None else round((time.time() + ttl_s) * 1000)
     await change_checkpoint(caller.client, caller.owner, saved._replace(expires_ms=expires_ms))
@@ -126,7 +126,7 @@ async def unpublish(model_id: str, kind: str, name: str, caller: Authenticated) 
 @router.post("/weights_info")
 async def weights_info(body: Body, caller: Authenticated) -> Response:
     """Return the settings of the model that saved a checkpoint."""
-    path = CheckpointPath.parse(read_json(body, _Path).tinker_path)
+    path = CheckpointPath.parse(read_fields(body, _Path).tinker_path)
     saved = await read_shared_async(caller.client, caller.owner, path)
     return json_response(
         {

@@ -19,7 +19,6 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from turnstream.errors import BatchingError, RecordError
-from turnstream_server.gateway.body_limits import check_json
 from turnstream_server.gateway.tinker.loss_inputs import require_tokens
 
 Int32 = Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)]
@@ -80,7 +79,6 @@ def read_header(body: bytes, model: type[_Model]) -> tuple[dict[str, Any], _Mode
     Raises:
         RecordError: the body is no JSON object with these fields.
     """
-    check_json(body)
     try:
         content = json.loads(body)
         return content, model.model_validate(content)
@@ -88,6 +86,11 @@ def read_header(body: bytes, model: type[_Model]) -> tuple[dict[str, Any], _Mode
         raise RecordError(_problem(error, path=["the body"])) from error
     except (ValueError, RecursionError) as error:
         raise RecordError(f"the body is no JSON: {error}") from error
+
+
+def read_fields(body: bytes, model: type[_Model]) -> _Model:
+    """Return the fields of a JSON body; RecordError names a wrong field and its value."""
+    return read_header(body, model)[1]
 
 
 def read_part(content: object, model: type[_Model], *, path: Sequence[str]) -> _Model:

@@ -9,7 +9,6 @@ from pydantic_core import from_json
 
 from turnstream.errors import InvalidTurnError, RecordError
 from turnstream.types.names import shown
-from turnstream_server.gateway.body_limits import check_json
 from turnstream_server.gateway.rest.ingest.turn_models import UNKNOWN
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -19,10 +18,9 @@ def parse_body(body: bytes, model: type[_Model]) -> _Model:
     """Return the content of a JSON body.
 
     Raises:
-        RecordError: the body is no JSON, or has too many parts.
+        RecordError: the body is no JSON.
         InvalidTurnError: a field is missing, unknown or of a wrong type; names its place.
     """
-    check_json(body)
     try:
         return model.model_validate(from_json(body, cache_strings="keys"))
     except ValidationError as error:

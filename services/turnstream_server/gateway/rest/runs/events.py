@@ -25,8 +25,8 @@ from turnstream.records.values import to_plain
 from turnstream.store.client.run_ids import find_run_async, no_such_run
 from turnstream.types.names import shown
 from turnstream_server.bus.core.scan import EventEntry, entry_ms
+from turnstream_server.gateway.bodies import body_of
 from turnstream_server.gateway.parsers import IN_LOOP_BYTES
-from turnstream_server.gateway.request_body import body_of
 from turnstream_server.gateway.rest.access import Read, RunName
 from turnstream_server.gateway.rest.problems import problem_of
 from turnstream_server.gateway.rest.runs.event_follower import BEGINNING, EventFollower
