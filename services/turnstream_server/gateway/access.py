@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated
 
 import redis.asyncio
 from fastapi import Depends, HTTPException, Request
 
-from turnstream.errors import AccessDeniedError, TurnstreamError, UnknownKeyError
+from turnstream.errors import AccessDeniedError, UnknownKeyError
 from turnstream_server.commands.models import ModelRecord
 from turnstream_server.commands.samplers import SamplerRecord
 from turnstream_server.commands.sessions import Session
 from turnstream_server.gateway.state import Gateway
-from turnstream_server.keys.access import secret_of
+from turnstream_server.keys.access import key_of, secret_of
 from turnstream_server.keys.records import PREFIX, ApiKey
-
-IDENTITY: Final = "turnstream.identity"
-"""Entry of the scope of a request: its `ApiKey`, or the error of the check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +57,7 @@ async def authenticate(request: Request) -> Caller:
     if not secret.startswith(PREFIX):
         raise HTTPException(401, f"the header X-API-Key has no key that begins with {PREFIX}")
     try:
-        key = await identify(request)
+        key = key_of(request.scope)
         key.require("train")
     except AccessDeniedError as error:
         status = 401 if isinstance(error, UnknownKeyError) else 403
@@ -69,17 +66,3 @@ async def authenticate(request: Request) -> Caller:
 
 
 Authenticated = Annotated[Caller, Depends(authenticate)]
-
-
-async def identify(request: Request) -> ApiKey:
-    """Return what the key of a request allows; errors as of `KeyChecks.identify`.
-
-    `IDENTITY` in the scope has the result, or the error, if it was looked up before.
-    """
-    found: ApiKey | TurnstreamError | None = request.scope.get(IDENTITY)
-    if isinstance(found, TurnstreamError):
-        raise found
-    if found is not None:
-        return found
-    gateway: Gateway = request.app.state.gateway
-    return await gateway.keys.identify(secret_of(request.headers))

@@ -14,7 +14,6 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnstream.errors import RejectedError, TurnstreamError
-from turnstream_server.gateway.access import IDENTITY
 from turnstream_server.gateway.bodies import (
     BODY,
     BodyMemory,
@@ -27,7 +26,7 @@ from turnstream_server.gateway.rest.app import PREFIX
 from turnstream_server.gateway.rest.problems import Problem, problem_of, response
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.gateway.web_pages import refusal_of
-from turnstream_server.keys.access import KeyChecks, secret_of
+from turnstream_server.keys.access import IDENTITY, KeyChecks, secret_of
 from turnstream_server.keys.limits import Meters, too_fast
 from turnstream_server.keys.places import Place, Places
 from turnstream_server.keys.records import LOCAL_KEY, ApiKey, KeyLimits

@@ -6,13 +6,14 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import redis.asyncio
 
 from turnstream.errors import (
     CorruptRecordError,
     StoreUnavailableError,
+    TurnstreamError,
     UnavailableError,
     UnknownKeyError,
 )
@@ -27,6 +28,9 @@ from turnstream_server.keys.records import (
     owner_of,
 )
 from turnstream_server.keys.store import KEYS
+
+IDENTITY: Final = "turnstream.identity"
+"""Entry of the scope of an HTTP request: its `ApiKey`, or the error of the check."""
 
 _FRESH_S: Final = 1.0
 _OUTAGE_S: Final = 300.0
@@ -69,6 +73,14 @@ def secret_of(headers: Mapping[str, str]) -> str:
     authorization = headers.get("authorization", "")
     is_bearer = authorization[: len(_BEARER)].lower() == _BEARER
     return authorization[len(_BEARER) :].strip() if is_bearer else ""
+
+
+def key_of(scope: Mapping[str, Any]) -> ApiKey:
+    """Return the key of a request whose scope has it, or raise the error of its check."""
+    found: ApiKey | TurnstreamError = scope[IDENTITY]
+    if isinstance(found, TurnstreamError):
+        raise found
+    return found
 
 
 class KeyChecks:

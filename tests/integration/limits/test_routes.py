@@ -47,7 +47,7 @@ from turnstream_server.commands.bases import register_base
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway.app import make_app
 from turnstream_server.gateway.config import GatewayOptions
-from turnstream_server.gateway.rest.small_bodies import MAX_SMALL_BYTES as MAX_REST_BYTES
+from turnstream_server.gateway.rest.bodies import MAX_SMALL_BYTES as MAX_REST_BYTES
 from turnstream_server.gateway.state import Gateway
 
 MOST: Final = Cost(cpu_s=2.0, memory_mb=256.0)

@@ -4,20 +4,24 @@
     async def ledger(run: RunName, caller: Read) -> Ledger: ...
 
 The key must have the role, and may be bound to some runs: then the path parameter `run` must be one
-of them.
+of them. All routes have `refuse_unknown_query` too.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Awaitable, Callable
 from typing import Annotated, NamedTuple
 
 import redis.asyncio
 from fastapi import Depends, Path, Request, Security
+from fastapi.dependencies.models import Dependant
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 
-from turnstream_server.gateway.access import identify
 from turnstream_server.gateway.state import Gateway
+from turnstream_server.keys.access import key_of
 from turnstream_server.keys.records import ApiKey, Role
 
 RunName = Annotated[
@@ -61,7 +65,7 @@ def needs(role: Role | None) -> Callable[..., Awaitable[Caller]]:
         bearer: Annotated[HTTPAuthorizationCredentials | None, Security(_BEARER)] = None,
     ) -> Caller:
         gateway: Gateway = request.app.state.gateway
-        key = await identify(request)  # it reads the same headers
+        key = key_of(request.scope)  # of the same headers
         if role is not None:
             key.require(role, run=request.path_params.get("run"))
         return Caller(key, gateway)
@@ -74,3 +78,30 @@ Train = Annotated[Caller, Depends(needs("train"))]
 Read = Annotated[Caller, Depends(needs("read"))]
 Admin = Annotated[Caller, Depends(needs("admin"))]
 Known = Annotated[Caller, Depends(needs(None))]
+
+
+async def refuse_unknown_query(request: Request) -> None:
+    """Raise RequestValidationError for a query parameter that the route has not declared.
+
+    A filter with a typing error would otherwise be ignored.
+    """
+    route = request.scope["route"]
+    assert isinstance(route, APIRoute)
+    known = _names(route.dependant)
+    for name in request.query_params:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1) or sorted(known)
+            names = f"known: {', '.join(near)}" if near else "this route has none"
+            problem = {
+                "type": "extra_forbidden",
+                "loc": ("query", name),
+                "msg": f"it is no query parameter of this route; {names}",
+                "input": request.query_params[name],
+            }
+            raise RequestValidationError([problem])
+
+
+def _names(dependant: Dependant) -> list[str]:
+    """Return the query parameters of a route and of its dependencies."""
+    own = [each.alias for each in dependant.query_params]
+    return own + [name for each in dependant.dependencies for name in _names(each)]

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from turnstream.errors import TurnstreamError
 from turnstream.types.names import shown
 from turnstream_server.gateway.bodies import disconnected
+from turnstream_server.gateway.rest.access import refuse_unknown_query
 from turnstream_server.gateway.rest.bodies import JSON
 from turnstream_server.gateway.rest.generators import calls
 from turnstream_server.gateway.rest.ingest import groups, rewards, turns
@@ -27,7 +28,6 @@ from turnstream_server.gateway.rest.problems import (
     problem_of,
     response,
 )
-from turnstream_server.gateway.rest.queries import refuse_unknown_query
 from turnstream_server.gateway.rest.runs import (
     batches,
     events,

@@ -9,9 +9,9 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from turnstream.errors import AccessDeniedError, UnknownKeyError
-from turnstream_server.gateway.access import identify
 from turnstream_server.gateway.bodies import json_response
 from turnstream_server.gateway.state import Gateway
+from turnstream_server.keys.access import key_of
 from turnstream_server.telemetry.instruments import REGISTRY
 
 router = APIRouter()
@@ -38,7 +38,7 @@ async def readyz(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Return the metrics of this process for Prometheus; the key needs the role `read`."""
     try:
-        (await identify(request)).require("read")
+        key_of(request.scope).require("read")
     except AccessDeniedError as error:
         status = 401 if isinstance(error, UnknownKeyError) else 403
         raise HTTPException(status, str(error)) from error

@@ -22,6 +22,7 @@ from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.queries.run_facts import progress_facts, run_facts, run_line
 from turnstream_server.gateway.rest.access import Admin, Caller, Read, RunName
 from turnstream_server.gateway.rest.answers import answer
+from turnstream_server.gateway.rest.bodies import SmallBodyRoute
 from turnstream_server.gateway.rest.runs.models import (
     Closing,
     Deleted,
@@ -34,7 +35,6 @@ from turnstream_server.gateway.rest.runs.models import (
     RunList,
     RunState,
 )
-from turnstream_server.gateway.rest.small_bodies import SmallBodyRoute
 from turnstream_server.keys.records import ApiKey
 
 router = APIRouter(tags=["runs"], route_class=SmallBodyRoute)

@@ -24,7 +24,13 @@ from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream.types import TrajectoryKey
 from turnstream_server.gateway.rest.access import Admin, Caller, RunName
 from turnstream_server.gateway.rest.answers import answer
-from turnstream_server.gateway.rest.bodies import JSON, json_body, media_type_of, read_content
+from turnstream_server.gateway.rest.bodies import (
+    JSON,
+    SmallBodyRoute,
+    json_body,
+    media_type_of,
+    read_content,
+)
 from turnstream_server.gateway.rest.held import held_calls, while_connected
 from turnstream_server.gateway.rest.ingest.delivery import Delivery
 from turnstream_server.gateway.rest.ingest.json_bodies import parse_body
@@ -43,7 +49,6 @@ from turnstream_server.gateway.rest.runs.task_models import (
     TaskEnd,
     Wait,
 )
-from turnstream_server.gateway.rest.small_bodies import SmallBodyRoute
 
 router = APIRouter(tags=["tasks"], route_class=SmallBodyRoute)
 

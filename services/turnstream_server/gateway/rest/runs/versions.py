@@ -18,9 +18,8 @@ from turnstream.types.names import checked_setting
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.sessions.sessions import announce_version
 from turnstream_server.gateway.rest.access import Caller, Read, RunName, Train
-from turnstream_server.gateway.rest.bodies import Body
+from turnstream_server.gateway.rest.bodies import Body, SmallBodyRoute
 from turnstream_server.gateway.rest.held import MAX_WAIT_S, while_connected
-from turnstream_server.gateway.rest.small_bodies import SmallBodyRoute
 
 router = APIRouter(tags=["versions"], route_class=SmallBodyRoute)
 
