@@ -27,8 +27,8 @@ from turnstream.generator.requests import (
     Reservation,
     Reserve,
 )
-from turnstream.http.messages import MEDIA_TYPE as CALLS
-from turnstream.http.messages import call_of
+from turnstream.generator.transport.messages import MEDIA_TYPE as CALLS
+from turnstream.generator.transport.messages import call_of
 from turnstream.records.events import EVENT_NAMES
 from turnstream.records.turns import encode_turn
 from turnstream.store.client.keys import trajectory_keys

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import pickle
 import signal
@@ -16,6 +15,7 @@ from io import BufferedReader
 from typing import Any, BinaryIO, Final
 
 from turnstream.errors import UnavailableError
+from turnstream_server.free_memory import return_free_memory
 
 _LENGTHS: Final = struct.Struct("<QQ")
 _LENGTH: Final = struct.Struct("<Q")
@@ -84,7 +84,7 @@ def run_parsers(calls: BufferedReader, answers: BinaryIO) -> None:
         answers.write(answer)
         answers.flush()
         del answer
-        _return_free_memory()
+        return_free_memory()
 
 
 def _answer(packed: bytes, body: bytearray) -> tuple[bool, Any]:
@@ -92,11 +92,6 @@ def _answer(packed: bytes, body: bytearray) -> tuple[bool, Any]:
         return False, pickle.loads(packed)(body)  # noqa: S301 - of the parent
     except Exception as error:  # noqa: BLE001 - the parent raises it
         return True, error
-
-
-def _return_free_memory() -> None:
-    with suppress(AttributeError):  # macOS and musl have no such function
-        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
 
 def _main() -> None:

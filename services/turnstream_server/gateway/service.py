@@ -21,14 +21,14 @@ from turnstream_server.commands.bases import served_bases
 from turnstream_server.commands.kept_results import drop_due
 from turnstream_server.commands.sessions import close_silent
 from turnstream_server.commands.waiting import ResultWaiter
+from turnstream_server.free_memory import return_free_memory
 from turnstream_server.gateway.app import make_app
 from turnstream_server.gateway.config import GatewayOptions
-from turnstream_server.gateway.connections import bounded_client
-from turnstream_server.gateway.free_memory import return_free_memory
 from turnstream_server.gateway.key_limits import LimitedApp
 from turnstream_server.gateway.observing import ObservedApp
 from turnstream_server.gateway.polls import Polls
 from turnstream_server.gateway.state import Gateway
+from turnstream_server.gateway.store_clients import bounded_client
 from turnstream_server.http_server import BACKLOG, listening_socket
 from turnstream_server.options import split_address, write_address
 from turnstream_server.telemetry.checks import folder_check, store_check
@@ -36,6 +36,7 @@ from turnstream_server.telemetry.checks import folder_check, store_check
 logger = logging.getLogger(__name__)
 
 _CLOSE_EVERY_S: Final = 10.0
+_RETURN_EVERY_S: Final = 10.0
 _GRACE_S: Final = 60.0
 """Time for heartbeats after a start or an outage, before silent sessions are closed."""
 
@@ -97,7 +98,7 @@ async def serving(options: GatewayOptions) -> AsyncIterator[str]:
         polls = Polls(client, waiter, hold_s=options.poll_s)
         deleting = _delete_without_end(client, silence_s=options.session_silence_s)
         await stack.enter_async_context(_background(deleting))
-        await stack.enter_async_context(_background(return_free_memory()))
+        await stack.enter_async_context(_background(_return_memory_without_end()))
         gateway = Gateway(options, client, polls)
         await stack.enter_async_context(gateway.resources)
         app = ObservedApp(LimitedApp(make_app(gateway), gateway))
@@ -167,6 +168,12 @@ async def _delete_without_end(client: redis.asyncio.Redis, *, silence_s: float) 
             message = "silent sessions and results are not deleted: %s"
             logger.warning(message, error, exc_info=None if is_known else error)
             await asyncio.sleep(grace_s)
+
+
+async def _return_memory_without_end() -> None:
+    while True:
+        await asyncio.sleep(_RETURN_EVERY_S)
+        return_free_memory()
 
 
 @contextlib.asynccontextmanager

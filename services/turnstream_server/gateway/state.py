@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Mapping
 from typing import Final, TypeVar
 
 import redis.asyncio
 
-from turnstream.errors import EndOfRunError, RunNotFoundError
+from turnstream.errors import BatchingError, EndOfRunError, NotReadyError, RunNotFoundError
+from turnstream_server.commands.bases import BaseModel, read_bases
 from turnstream_server.commands.keys import MODEL_ID, SAMPLER_ID
 from turnstream_server.commands.models import ModelRecord, read_model_async
 from turnstream_server.commands.samplers import SamplerRecord, read_sampler
 from turnstream_server.commands.sessions import Session, read_session
-from turnstream_server.gateway.base_models import BaseModels
 from turnstream_server.gateway.config import GatewayOptions
 from turnstream_server.gateway.parsers import Parsers
 from turnstream_server.gateway.polls import Polls
-from turnstream_server.gateway.store_threads import StoreThreads
+from turnstream_server.gateway.store_clients import StoreThreads
 from turnstream_server.gateway.stream_waits import StreamWaits
 from turnstream_server.keys.access import KeyChecks
 from turnstream_server.keys.limits import TokenBucket
@@ -25,9 +26,51 @@ from turnstream_server.keys.limits import TokenBucket
 DENSE_BYTES_PER_S: Final = 32 << 20
 """Bytes that an owner may make of sparse rows, which have few bytes for any shape."""
 
+_REFRESH_S: Final = 5.0
 _MAX_KNOWN: Final = 20_000
 
 _Value = TypeVar("_Value")
+
+
+class BaseModels:
+    """The base models of the workers. One that was registered once stays known."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._client = client
+        self._known: dict[str, BaseModel] = {}
+        self._read_s = -_REFRESH_S
+
+    async def served(self) -> Mapping[str, BaseModel]:
+        """Return the names of the served base models, each with its model."""
+        return await read_bases(self._client)
+
+    async def require_served(self, name: str) -> BaseModel:
+        """Return a served base model; BatchingError lists the names of all if it is not served."""
+        served = await self.served()
+        if name not in served:
+            names = ", ".join(served) or "none"
+            raise BatchingError(f"base_model is {name!r}, which is not served; served: {names}")
+        return served[name]
+
+    async def known(self, name: str) -> BaseModel:
+        """Return a base model whose workers may be away for now.
+
+        Raises:
+            NotReadyError: no worker has ever registered it.
+        """
+        if name not in self._known or time.monotonic() - self._read_s >= _REFRESH_S:
+            self._known = await read_bases(self._client, is_served=False)
+            self._read_s = time.monotonic()
+        if name not in self._known:
+            raise NotReadyError(f"no worker has registered base model {name!r}")
+        return self._known[name]
+
+    async def find(self, name: str) -> BaseModel | None:
+        """Return a base model, or None if it is not known."""
+        try:
+            return await self.known(name)
+        except NotReadyError:
+            return None
 
 
 class Gateway:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-from turnstream.http.messages import MEDIA_TYPE as CALLS
+from turnstream.generator.transport.messages import MEDIA_TYPE as CALLS
 from turnstream.types.names import shown
 from turnstream_server.gateway.rest.bodies import ARROW, JSON
 from turnstream_server.gateway.tinker.encodings import PROTOBUF

@@ -24,8 +24,8 @@ from testkit.ingest import (
     turn_items,
 )
 from testkit.turns import group, trajectory, turn
-from turnstream.http.messages import MEDIA_TYPE as CALLS
-from turnstream.http.transport import HttpTransport
+from turnstream.generator.transport.http_transport import HttpTransport
+from turnstream.generator.transport.messages import MEDIA_TYPE as CALLS
 from turnstream.wire.v1 import calls_pb2 as wire
 
 RUN = "fuzz"

@@ -11,7 +11,7 @@ import pytest
 from testkit import wait_until
 from testkit.gateway_thread import GatewayThread
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.gateway import free_memory
+from turnstream_server.gateway import service
 
 PAGE_MB = os.sysconf("SC_PAGE_SIZE") / 2**20
 BLOCK_BYTES = 2_000
@@ -30,7 +30,7 @@ def test_gateway_returns_free_memory_between_blocks_in_use(
     in_use = blocks[::100]
     del blocks
     before_mb = resident_mb()
-    monkeypatch.setattr(free_memory, "_EVERY_S", 0.05)
+    monkeypatch.setattr(service, "_RETURN_EVERY_S", 0.05)
 
     with GatewayThread(server.url):
         wait_until(lambda: resident_mb() < before_mb - 50, describe="50 MB less")

@@ -20,7 +20,7 @@ from testkit.gateway_thread import GatewayThread
 from testkit.sent_calls import SESSION_RUN, Sent, key_with, refusal
 from turnstream.generator.encode.checks import MAX_RECORD_BYTES
 from turnstream.generator.requests import AppendTurns, Lease, PostedSeal, PostSeals, RenewLeases
-from turnstream.http.messages import MEDIA_TYPE, call_of
+from turnstream.generator.transport.messages import MEDIA_TYPE, call_of
 from turnstream.records.events import encode_event
 from turnstream.records.turns import encode_turn
 from turnstream.store.run.leases import MAX_HEARTBEATS

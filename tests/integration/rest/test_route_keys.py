@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from testkit import wait_until
 from testkit.gateway_thread import GatewayThread
-from turnstream.http.messages import MEDIA_TYPE as CALLS
+from turnstream.generator.transport.messages import MEDIA_TYPE as CALLS
 from turnstream.store.client.connection import connect, connect_async
 from turnstream.wire.v1 import calls_pb2 as wire
 from turnstream_server.embedded import EmbeddedServer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import AsyncGenerator
 from typing import Final, NamedTuple
 
@@ -29,6 +28,7 @@ from turnstream_server.batcher.serving.calls import (
 from turnstream_server.batcher.serving.get import data_messages
 from turnstream_server.commands.log import read_bodies
 from turnstream_server.failpoints import reach
+from turnstream_server.free_memory import return_free_memory
 
 SERVICE: Final = "turnstream.wire.v1.Operations"
 
@@ -129,7 +129,7 @@ class OperationSender:
         if self._release is not None:
             self._release.cancel()
         loop = asyncio.get_running_loop()
-        self._release = loop.call_later(_QUIET_S, loop.run_in_executor, None, _release_free_memory)
+        self._release = loop.call_later(_QUIET_S, loop.run_in_executor, None, return_free_memory)
 
     async def _cut(self, key: _Key) -> _Cut:
         """Return the passes over the commands of a key.
@@ -153,13 +153,6 @@ class OperationSender:
             dp_world_size=key.dp_world_size,
         )
         return _Cut(operations, set())
-
-
-def _release_free_memory() -> None:
-    """Return free memory to the system: after many large calls, glibc keeps more than is in use."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
-    if trim is not None:
-        trim(0)
 
 
 def operation_handlers(

@@ -16,8 +16,8 @@ from fastapi.responses import Response
 from redis.exceptions import RedisError
 
 from turnstream.generator.requests import ReadTurns, ScriptRequest
+from turnstream.generator.transport.messages import MEDIA_TYPE, AwaitWake, value_of
 from turnstream.generator.transport.redis_transport import parse_transaction
-from turnstream.http.messages import MEDIA_TYPE, AwaitWake, value_of
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.client.deadlines import SILENT_S, SOCKET_TIMEOUT_S, is_silence

@@ -31,7 +31,7 @@ from turnstream.generator.requests import (
     Request,
     Reserve,
 )
-from turnstream.http.messages import AwaitWake
+from turnstream.generator.transport.messages import AwaitWake
 from turnstream.store.client.connection import MAX_BLOCK_S
 from turnstream.store.client.keys import parse_trajectory_id
 from turnstream.store.run.leases import MAX_HEARTBEATS

@@ -10,7 +10,7 @@ from redis.exceptions import ResponseError
 from turnstream.errors import AccessDeniedError, RecordError, TurnstreamError
 from turnstream.generator.encode.group_checks import checked_name
 from turnstream.generator.requests import ReadTurns, ScriptRequest
-from turnstream.http.messages import AwaitWake, request_of
+from turnstream.generator.transport.messages import AwaitWake, request_of
 from turnstream.records.values import UNREADABLE, parse_message
 from turnstream.store.client.replies import DENIED
 from turnstream.types.names import RunId, checked_run_name

@@ -96,7 +96,7 @@ def transport_to(url: str, *, writer: str) -> Transport:
     """
     if is_http(url):
         with from_extra("http", needed_by="an address that begins with http"):
-            from turnstream.http.transport import HttpTransport
+            from turnstream.generator.transport.http_transport import HttpTransport
         return HttpTransport(url, writer=writer)
     from turnstream.generator.transport.redis_transport import RedisTransport
 

@@ -31,7 +31,13 @@ from turnstream.generator.requests import (
     Reservation,
     Reserve,
 )
-from turnstream.http.messages import AwaitWake, call_of, reply_of, request_of, value_of
+from turnstream.generator.transport.messages import (
+    AwaitWake,
+    call_of,
+    reply_of,
+    request_of,
+    value_of,
+)
 from turnstream.records.events import encode_event
 from turnstream.store.client.replies import error_text
 from turnstream.store.run.rewards import encode_reward

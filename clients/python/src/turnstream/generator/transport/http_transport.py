@@ -24,8 +24,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from turnstream.errors import RunNotFoundError
 from turnstream.generator.outbox.calls import Answers, Round, StoreProcess
 from turnstream.generator.requests import ReadTurns, Request, ScriptRequest
+from turnstream.generator.transport.messages import MEDIA_TYPE, AwaitWake, call_of, reply_of
 from turnstream.generator.transport.transport import StoredTurns, Transport
-from turnstream.http.messages import MEDIA_TYPE, AwaitWake, call_of, reply_of
 from turnstream.http.problems import error_of
 from turnstream.http.wire_version import HEADER, WIRE_VERSION
 from turnstream.store.client.api_keys import root_certificates, trusting_context
