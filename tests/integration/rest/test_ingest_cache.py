@@ -18,7 +18,7 @@ from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.gateway.rest.ingest import places, publishers
+from turnstream_server.gateway.rest.ingest import publishers
 from turnstream_server.keys.records import Role
 from turnstream_server.keys.store import create_key
 
@@ -29,7 +29,7 @@ _FIRST, _SECOND = turn("ab", "CD"), turn("abcde", "F")
 def test_dropped_trajectories_are_adopted_again(
     ingest: IngestClient, reader: RunReader, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
-    monkeypatch.setattr(places, bound, 1)
+    monkeypatch.setattr(publishers, bound, 1)
     names = ["a", "b", "c"]
 
     results = [ingest.turn(0, _FIRST, group_id=name) for name in names]
@@ -60,7 +60,7 @@ def test_only_own_trajectories_make_room_and_a_ping_renews_all(
     new_gateway: Callable[..., GatewayThread],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(places, "MAX_TRAJECTORIES", 3)
+    monkeypatch.setattr(publishers, "MAX_TRAJECTORIES", 3)
     monkeypatch.setattr(publishers, "MAX_PUBLISHERS", 3)
     run, gateway = new_run(client, lease_s=3), new_gateway(requires_key=True)
     leases = keys.run_keys(run).leases

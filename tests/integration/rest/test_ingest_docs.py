@@ -16,8 +16,11 @@ from turnstream.store.run.runs import create_run
 from turnstream_server.gateway.parsers import MAX_JSON_BYTES
 from turnstream_server.gateway.rest.bodies import MAX_TURNS, MAX_WRITES
 from turnstream_server.gateway.rest.ingest.arrow_columns import GROUP_COLUMNS, TURN_COLUMNS
-from turnstream_server.gateway.rest.ingest.places import MAX_TOKEN_BYTES, MAX_TRAJECTORIES
-from turnstream_server.gateway.rest.ingest.publishers import MAX_PUBLISHERS
+from turnstream_server.gateway.rest.ingest.publishers import (
+    MAX_PUBLISHERS,
+    MAX_TOKEN_BYTES,
+    MAX_TRAJECTORIES,
+)
 from turnstream_server.gateway.rest.ingest.requests import MAX_KEYS
 
 _PAGE = Path(__file__).parents[3] / "docs/http.md"

@@ -16,7 +16,7 @@ from testkit.ingest import IngestClient, results_of, turn_fields
 from testkit.rest_api import RestApi
 from testkit.turns import turn
 from turnstream_server.gateway import parsers
-from turnstream_server.gateway.rest.ingest import json_bodies
+from turnstream_server.gateway.rest import bodies
 
 
 @pytest.fixture
@@ -77,14 +77,14 @@ def test_requests_are_answered_while_a_large_body_is_parsed(
     member = {"group_id": "g", "num_samples": 64, "turn": 0, **sent}
     items = [{**member, "sample": number} for number in range(64)]
     is_parsing, may_end = threading.Event(), threading.Event()
-    parse = json_bodies.from_json
+    parse = bodies.from_json
 
     def parse_later(text: bytes, **options: Any) -> Any:
         is_parsing.set()
         assert may_end.wait(30)
         return parse(text, **options)
 
-    monkeypatch.setattr(json_bodies, "from_json", parse_later)
+    monkeypatch.setattr(bodies, "from_json", parse_later)
     monkeypatch.setattr(parsers, "IN_THREAD_JSON_BYTES", 1 << 30)
     with ThreadPoolExecutor(1) as pool:
         try:

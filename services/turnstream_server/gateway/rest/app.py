@@ -19,7 +19,7 @@ from turnstream_server.gateway.bodies import disconnected
 from turnstream_server.gateway.rest.access import refuse_unknown_query
 from turnstream_server.gateway.rest.bodies import JSON
 from turnstream_server.gateway.rest.generators import calls
-from turnstream_server.gateway.rest.ingest import groups, rewards, turns
+from turnstream_server.gateway.rest.ingest import rewards, routes
 from turnstream_server.gateway.rest.ingest.requests import add_ingest_state
 from turnstream_server.gateway.rest.problems import (
     MEDIA_TYPE,
@@ -45,8 +45,7 @@ PREFIX: Final = "/v1"
 
 ROUTERS: Final[tuple[APIRouter, ...]] = (
     runs.router,
-    groups.router,
-    turns.router,
+    routes.router,
     tasks.router,
     rewards.router,
     ledger.router,

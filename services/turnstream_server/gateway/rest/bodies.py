@@ -9,21 +9,23 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import zstandard
 from fastapi import HTTPException, Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError, from_json
 
-from turnstream.errors import RecordError
+from turnstream.errors import InvalidTurnError, RecordError
+from turnstream.types.names import shown
 from turnstream_server.gateway.bodies import body_of, read_large_body, too_large_text
 from turnstream_server.gateway.parsers import MAX_JSON_BYTES, Parsers
 
 JSON: Final = "application/json"
 ARROW: Final = "application/vnd.apache.arrow.stream"
-ARROW_BODY: Final = {
+_ARROW_BODY: Final = {
     "schema": {
         "type": "string",
         "format": "binary",
@@ -57,10 +59,30 @@ _WINDOW_BYTES: Final = 8 << 20
 """Memory of a zstd decoder: RFC 8878 asks for 8 MB, and a frame may ask for gigabytes."""
 
 
+_UNKNOWN: Final = "unknown_field"
+"""Type of the error of an unknown field."""
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
 class Body(BaseModel):
     """A body whose unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class Part(BaseModel):
+    """An object of a body. It reports one error: a body may have millions of wrong fields."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, given: Any) -> Any:
+        if isinstance(given, dict) and not given.keys() <= cls.model_fields.keys():
+            name = next(each for each in given if each not in cls.model_fields)
+            raise PydanticCustomError(_UNKNOWN, "unknown field", {"name": name})
+        return given
 
 
 async def read_content(request: Request, *, media_type: str = JSON) -> bytes:
@@ -183,12 +205,53 @@ def _zstd_pieces(body: bytes) -> Iterator[bytes]:
             yield piece
 
 
-def json_body(model: type[BaseModel], *, example: Any) -> dict[str, Any]:
-    """Return the OpenAPI description of a request with this model as a JSON body."""
-    return {"schema": inlined_schema(model), "example": example}
+def parse_body(body: bytes, model: type[_Model]) -> _Model:
+    """Return the content of a JSON body.
+
+    Raises:
+        RecordError: the body is no JSON.
+        InvalidTurnError: a field is missing, unknown or of a wrong type; names its place.
+    """
+    try:
+        return model.model_validate(from_json(body, cache_strings="keys"))
+    except ValidationError as error:
+        raise _named(error) from error
+    except ValueError as error:
+        raise RecordError(f"the body is no JSON: {error}") from error
 
 
-def inlined_schema(model: type[BaseModel]) -> dict[str, Any]:
+def _named(error: ValidationError) -> InvalidTurnError:
+    """Return the first error of a body, with the path of its field and the value there."""
+    first = error.errors(include_url=False)[0]
+    path, got = [str(part) for part in first["loc"]], first["input"]
+    if first["type"] == _UNKNOWN:
+        name = first.get("ctx", {})["name"]
+        path, got = [*path, name], got[name]
+    said = "" if first["type"] == "missing" else f", got {shown(got)}"
+    return InvalidTurnError(".".join(path) or "the body", f"{_in_words(first['msg'])}{said}")
+
+
+def _in_words(message: str) -> str:
+    """Return what pydantic expects, after the name of a field.
+
+    >>> _in_words("Input should be a valid integer")
+    'expected a valid integer'
+    """
+    expected = message.removeprefix("Input should be ")
+    return f"expected {expected}" if expected != message else message.lower()
+
+
+def described_body(
+    model: type[BaseModel], *, example: Any, has_arrow: bool = False
+) -> dict[str, Any]:
+    """Return the OpenAPI description of a request with this model as JSON, or an Arrow stream."""
+    content = {JSON: {"schema": _inlined_schema(model), "example": example}}
+    if has_arrow:
+        content[ARROW] = _ARROW_BODY
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _inlined_schema(model: type[BaseModel]) -> dict[str, Any]:
     """Return the JSON schema of a model, with the schemas of its parts in their places.
 
     FastAPI collects the parts of declared parameters only, and a body that may be compressed is

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -37,6 +37,7 @@ from turnstream_server.gateway.rest.ingest.writes import (
     Write,
     WrittenTurn,
     check_num_members,
+    checked_items,
     named_fields,
     opening_of,
 )
@@ -50,9 +51,6 @@ MAX_PARTS: Final = 1 << 17
 
 _MAX_METADATA_BYTES: Final = 256 << 10
 _MAPS: Final = ("reward_components", "sampling", "tags", "metrics")
-
-
-_Item = TypeVar("_Item")
 
 
 class _Row(NamedTuple):
@@ -87,7 +85,8 @@ def parse_turns(body: bytes) -> list[Write]:
     Raises:
         RecordError, InvalidTurnError: as of `parse_trajectories`.
     """
-    return _items(_rows(body, TURN_COLUMNS, required=REQUIRED_OF_TURNS), item_of=_turn_write)
+    rows = _rows(body, TURN_COLUMNS, required=REQUIRED_OF_TURNS)
+    return checked_items(rows, _turn_write, place="rows")
 
 
 def parse_groups(body: bytes) -> list[Opening]:
@@ -98,18 +97,7 @@ def parse_groups(body: bytes) -> list[Opening]:
     """
     rows = [*_rows(body, GROUP_COLUMNS, required=REQUIRED_OF_GROUPS)]
     check_num_members((values["num_samples"], values.get("samples")) for _, values in rows)
-    return _items(rows, item_of=_opening)
-
-
-def _items(
-    rows: Iterable[_Row], *, item_of: Callable[[int, Mapping[str, Any]], _Item]
-) -> list[_Item]:
-    """Return an item per row, from its number and its values."""
-    items: list[_Item] = []
-    for number, values in rows:
-        with named_fields("rows", number):
-            items.append(item_of(number, values))
-    return items
+    return checked_items(rows, _opening, place="rows")
 
 
 def _opening(_: int, values: Mapping[str, Any]) -> Opening:

@@ -31,7 +31,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.scripts import Command, run_commands_async
 from turnstream.store.run.groups import OPEN_GROUP, group_size
 from turnstream.types import DeclaredColumn, GroupOpened, TrajectoryKey
-from turnstream_server.gateway.rest.ingest.places import RunWriter, Slot, Slots
+from turnstream_server.gateway.rest.ingest.publishers import RunWriter, Slot, Slots
 from turnstream_server.gateway.rest.ingest.stored import StoredTrajectory, read_stored
 from turnstream_server.gateway.rest.ingest.writers import IngestPublisher, IngestWriter
 from turnstream_server.gateway.rest.ingest.writes import Write

@@ -7,7 +7,7 @@ import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
 from fastapi import Depends, FastAPI, Header, Request
 
@@ -15,9 +15,7 @@ from turnstream.errors import InvalidTurnError
 from turnstream.types import TrajectoryKey
 from turnstream_server.gateway.rest.access import Caller, Produce, RunName
 from turnstream_server.gateway.rest.bodies import ARROW, JSON, media_type_of, read_content
-from turnstream_server.gateway.rest.ingest.places import RunWriter, Slots
-from turnstream_server.gateway.rest.ingest.publishers import Publishers
-from turnstream_server.gateway.rest.problems import MEDIA_TYPE, Problem
+from turnstream_server.gateway.rest.ingest.publishers import Publishers, RunWriter, Slots
 from turnstream_server.gateway.state import Gateway
 
 WriterName = Annotated[
@@ -48,14 +46,6 @@ _Parsed = TypeVar("_Parsed")
 
 MAX_KEYS: Final = 10_000
 """Idempotency keys that a process remembers, the newest."""
-
-UNSUPPORTED: Final[dict[int | str, dict[str, Any]]] = {
-    415: {
-        "model": Problem,
-        "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
-        "description": "Content-Type or Content-Encoding is not supported.",
-    }
-}
 
 
 class RequestKeys:

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
 
+import redis.asyncio
 from fastapi.responses import Response
 from pydantic import BaseModel, Field
 
 from turnstream.errors import (
+    ConflictError,
     InvalidTurnError,
+    RejectedError,
     TurnstreamError,
     UnavailableError,
     WaitReason,
 )
+from turnstream.store.waits.read_waits import read_waits_async
+from turnstream.store.waits.wait_reasons import reasons
+from turnstream.types import GroupOpened
 from turnstream_server.gateway.bodies import json_response
-from turnstream_server.gateway.rest.problems import Problem, problem_of, response
+from turnstream_server.gateway.rest.bodies import JSON
+from turnstream_server.gateway.rest.problems import MEDIA_TYPE, Problem, problem_of, response
+
+UNSUPPORTED: Final[dict[int | str, dict[str, Any]]] = {
+    415: {
+        "model": Problem,
+        "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        "description": "Content-Type or Content-Encoding is not supported.",
+    }
+}
 
 _DEFAULT_RETRY_S: Final = 1.0
 _OF_WHOLE_RESPONSE: Final = (404, 429, 503)
@@ -74,7 +89,63 @@ class WriteResults(BaseModel):
     results: list[WriteResult]
 
 
-def item_problem(error: TurnstreamError, *, field: str, reasons: Sequence[WaitReason]) -> Problem:
+def described_results(example: Any) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI description of the responses of a route with a result per item."""
+    content = {JSON: {"example": example}}
+    return {**UNSUPPORTED, 200: {"description": "One result per item.", "content": content}}
+
+
+class Answered(NamedTuple):
+    """The outcome of one item of a request.
+
+    Attributes:
+        head: fields of its result that name it.
+        stored: further fields of its result if it is stored.
+        error: why it is not stored; None if it is.
+        group: the group that it opens; None if it opens none.
+    """
+
+    head: Mapping[str, Any]
+    stored: Mapping[str, Any]
+    error: TurnstreamError | None = None
+    group: GroupOpened | None = None
+
+
+async def respond(client: redis.asyncio.Redis, run: str, answered: Iterable[Answered]) -> Response:
+    """Return the response with a result per item, or a problem whose status all items have.
+
+    The state of the run is read if a group is not admitted, for the reasons.
+    """
+    items = [*answered]
+    snapshot = None
+    if any(is_wait(each.error) for each in items):
+        snapshot = await read_waits_async(client, run)
+    results: list[dict[str, Any]] = []
+    problems: list[Problem] = []
+    for index, (head, stored, error, group) in enumerate(items):
+        result = {"index": index, "status": 201, **head}
+        if error is None:
+            results.append({**result, **stored})
+            continue
+        why = reasons(snapshot, group=group) if is_wait(error) else ()
+        problem = _item_problem(error, field=f"items.{index}", reasons=why)
+        problems.append(problem)
+        content = problem.model_dump(exclude_none=True)
+        results.append({**result, "status": problem.status, "problem": content})
+    statuses = {problem.status for problem in problems}
+    if len(statuses) == 1 and len(problems) == len(results) and statuses <= {*_OF_WHOLE_RESPONSE}:
+        return response(max(problems, key=lambda each: each.retry_after_s or 0.0))
+    return json_response({"results": results})
+
+
+def is_wait(error: TurnstreamError | None) -> bool:
+    """Whether a group is not admitted now, and may be later."""
+    if not isinstance(error, RejectedError) or isinstance(error, ConflictError):
+        return False
+    return error.retry_after_s is not None
+
+
+def _item_problem(error: TurnstreamError, *, field: str, reasons: Sequence[WaitReason]) -> Problem:
     """Return the problem of an item.
 
     Args:
@@ -93,21 +164,3 @@ def item_problem(error: TurnstreamError, *, field: str, reasons: Sequence[WaitRe
     why = [*(error.reasons if isinstance(error, UnavailableError) else ()), *reasons]
     named = [Reason(kind=reason.kind, sentence=reason.sentence) for reason in why]
     return ItemProblem(**problem.model_dump(), reasons=named or None)
-
-
-def results_response(results: Sequence[dict[str, Any]], problems: Sequence[Problem]) -> Response:
-    """Return the response with these results, or a problem whose status all items have.
-
-    Args:
-        results: one per item.
-        problems: those of the failed items.
-    """
-    statuses = {problem.status for problem in problems}
-    if len(statuses) == 1 and len(problems) == len(results) and statuses <= {*_OF_WHOLE_RESPONSE}:
-        return response(max(problems, key=lambda each: each.retry_after_s or 0.0))
-    return json_response({"results": results})
-
-
-def as_json(problem: Problem) -> dict[str, Any]:
-    """Return a problem as a part of a result."""
-    return problem.model_dump(exclude_none=True)

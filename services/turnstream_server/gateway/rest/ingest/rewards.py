@@ -19,20 +19,18 @@ from turnstream_server.gateway.rest.bodies import (
     JSON,
     MAX_ITEMS,
     Body,
-    json_body,
+    described_body,
     media_type_of,
+    parse_body,
     read_content,
 )
-from turnstream_server.gateway.rest.ingest.json_bodies import parse_body
-from turnstream_server.gateway.rest.ingest.requests import UNSUPPORTED
 from turnstream_server.gateway.rest.ingest.results import (
+    Answered,
     ItemProblem,
-    as_json,
-    item_problem,
-    results_response,
+    described_results,
+    respond,
 )
 from turnstream_server.gateway.rest.ingest.writes import named_fields
-from turnstream_server.gateway.rest.problems import Problem
 
 router = APIRouter(tags=["ingest"])
 
@@ -103,19 +101,8 @@ class RewardResults(BaseModel):
     "/runs/{run}/rewards",
     response_model=RewardResults,
     summary="Post rewards",
-    responses={
-        **UNSUPPORTED,
-        200: {
-            "description": "One result per item.",
-            "content": {JSON: {"example": _RESULTS}},
-        },
-    },
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {JSON: json_body(RewardsBody, example=_EXAMPLE)},
-        }
-    },
+    responses=described_results(_RESULTS),
+    openapi_extra=described_body(RewardsBody, example=_EXAMPLE),
 )
 async def post_rewards(request: Request, run: RunName, caller: Produce) -> Response:
     """Post rewards of trajectories that were sealed with `awaits_reward`.
@@ -135,7 +122,7 @@ async def post_rewards(request: Request, run: RunName, caller: Produce) -> Respo
     for first in range(0, len(commands), _PER_CALL):
         some = commands[first : first + _PER_CALL]
         replies += await run_commands_async(caller.client, some)
-    return _response(items, replies)
+    return await respond(caller.client, run_id, map(_answered, items, replies))
 
 
 def _commands(run: str, content: bytes) -> tuple[list[RewardItem], list[Command]]:
@@ -148,18 +135,9 @@ def _commands(run: str, content: bytes) -> tuple[list[RewardItem], list[Command]
     return body.items, commands
 
 
-def _response(items: list[RewardItem], replies: list[Any]) -> Response:
-    results: list[dict[str, Any]] = []
-    problems: list[Problem] = []
-    for index, (item, reply) in enumerate(zip(items, replies, strict=True)):
-        if isinstance(reply, RunNotFoundError):
-            raise reply
-        result: dict[str, Any] = {"index": index, "status": 201, **item.key._asdict()}
-        if isinstance(reply, TurnstreamError):
-            problem = item_problem(reply, field=f"items.{index}", reasons=())
-            problems.append(problem)
-            result |= {"status": problem.status, "problem": as_json(problem)}
-        else:
-            result["outcome"] = outcome_of(reply).name.lower()
-        results.append(result)
-    return results_response(results, problems)
+def _answered(item: RewardItem, reply: Any) -> Answered:
+    if isinstance(reply, RunNotFoundError):
+        raise reply
+    if isinstance(reply, TurnstreamError):
+        return Answered(item.key._asdict(), {}, reply)
+    return Answered(item.key._asdict(), {"outcome": outcome_of(reply).name.lower()})

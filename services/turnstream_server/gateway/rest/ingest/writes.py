@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from turnstream.errors import InvalidTurnError
 from turnstream.generator.encode.group_checks import (
@@ -18,6 +18,9 @@ from turnstream.generator.encode.group_checks import (
 from turnstream.types import GroupOpened, Status, TrajectoryKey, Turn
 from turnstream.types.scalars import flag, named_numbers
 from turnstream_server.gateway.rest.bodies import MAX_MEMBERS_OF_GROUPS
+
+_Given = TypeVar("_Given")
+_Checked = TypeVar("_Checked")
 
 
 class Opening(NamedTuple):
@@ -132,6 +135,20 @@ class Write:
     def _is_failed_start(self) -> bool:
         """Whether it ends a trajectory that failed before its first turn."""
         return self.first is None and self.seal is not None and self.seal.status is Status.ERROR
+
+
+def checked_items(
+    numbered: Iterable[tuple[int, _Given]],
+    check: Callable[[int, _Given], _Checked],
+    *,
+    place: str = "items",
+) -> list[_Checked]:
+    """Return the results of a check, whose errors name the place and the number of the item."""
+    checked: list[_Checked] = []
+    for number, given in numbered:
+        with named_fields(place, number):
+            checked.append(check(number, given))
+    return checked
 
 
 @contextlib.contextmanager

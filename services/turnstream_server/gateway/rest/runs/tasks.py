@@ -27,15 +27,15 @@ from turnstream_server.gateway.rest.answers import answer
 from turnstream_server.gateway.rest.bodies import (
     JSON,
     SmallBodyRoute,
-    json_body,
+    described_body,
     media_type_of,
+    parse_body,
     read_content,
 )
 from turnstream_server.gateway.rest.held import held_calls, while_connected
 from turnstream_server.gateway.rest.ingest.delivery import Delivery
-from turnstream_server.gateway.rest.ingest.json_bodies import parse_body
-from turnstream_server.gateway.rest.ingest.requests import UNSUPPORTED, Call
-from turnstream_server.gateway.rest.ingest.results import ItemProblem, Reason
+from turnstream_server.gateway.rest.ingest.requests import Call
+from turnstream_server.gateway.rest.ingest.results import UNSUPPORTED, ItemProblem, Reason
 from turnstream_server.gateway.rest.ingest.writers import IngestPublisher
 from turnstream_server.gateway.rest.ingest.writes import Write
 from turnstream_server.gateway.rest.problems import problem_of, response
@@ -63,12 +63,7 @@ _Taken = TypeVar("_Taken")
     response_model=AddedPrompts,
     summary="Add prompts",
     responses=UNSUPPORTED,
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {JSON: json_body(PromptsBody, example=PROMPTS_EXAMPLE)},
-        }
-    },
+    openapi_extra=described_body(PromptsBody, example=PROMPTS_EXAMPLE),
 )
 async def post_prompts(request: Request, run: RunName, caller: Admin) -> Response:
     """Add prompts to a run, which generators take as tasks."""
