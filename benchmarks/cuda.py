@@ -26,8 +26,7 @@ from turnstream.types import Group, Trajectory, Turn
 from turnstream.worker import PulledMiniBatch
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.jobs.stack import Stack
-from turnstream_server.models.policy import load_policy
-from turnstream_server.models.recompute import recompute_layers
+from turnstream_server.models.policy import load_policy, recompute_layers
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.reporting.device import DeviceUse

@@ -17,8 +17,8 @@ from turnstream.store.client.connection import connect
 from turnstream.wire import tinker_pb2 as wire
 from turnstream_server.commands.bases import served_bases
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.jobs.hosting import API_KEY
 from turnstream_server.jobs.stack import Service, Stack
+from turnstream_server.jobs.up import API_KEY
 from turnstream_server.models.byte_model import write_byte_model
 from turnstream_server.models.spec import SmallModelSpec
 

@@ -193,7 +193,7 @@ def _watch(hosted: Hosted, memory: Memory, stopped: threading.Event) -> None:
 def measure_load(hosted: Hosted, sizes: dict[str, float], *, base_model: str) -> dict[str, Any]:
     """Return the answers of the client, and the memory at each stage."""
     from turnstream.store.client.connection import connect
-    from turnstream_server.jobs.hosting import API_KEY
+    from turnstream_server.jobs.up import API_KEY
 
     environment = {
         "TINKER_BASE_URL": f"http://{hosted.address}",

@@ -26,7 +26,7 @@ from turnstream.worker import PulledMiniBatch
 from turnstream.worker.launch import Launch
 from turnstream_server.models.adapters import Adapters
 from turnstream_server.models.logprobs import head_is_linear
-from turnstream_server.models.recompute import recompute_layers
+from turnstream_server.models.policy import recompute_layers
 from turnstream_server.models.sharding import shard, whole, whole_weights
 from turnstream_server.models.spec import AdapterConfig
 from turnstream_server.trainer.checkpoint import Checkpoints

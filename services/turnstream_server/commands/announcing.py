@@ -1,16 +1,18 @@
-"""Notifying workers of new commands, and waiters of finished requests.
+"""Notifying workers of new commands, and waiters of finished requests and sessions.
 
-`wakeups` reads the first, `waiting` the second.
+`Wakeups` reads both in threads, and `waiting` the second in an event loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final, cast
 
 import redis
 import redis.asyncio
 
+from turnstream.store.client.connection import MAX_BLOCK_S
+from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import run_command_async, run_commands
 from turnstream_server.commands.keys import DONE, WAKE
 from turnstream_server.commands.request_ids import RequestId
@@ -18,6 +20,8 @@ from turnstream_server.commands.writes import essential_write
 
 _WAKE_LENGTH: Final = 1_000
 _DONE_LENGTH: Final = 10_000
+_COUNT: Final = 1_000
+_FIELDS: Final = {WAKE: b"m", DONE: b"r"}
 
 
 async def announce(client: redis.asyncio.Redis, news: RequestId | str) -> None:
@@ -41,3 +45,34 @@ def announce_finished(client: redis.Redis, requests: Iterable[RequestId]) -> Non
     for reply in run_commands(client, commands):
         if isinstance(reply, Exception):
             raise reply
+
+
+class Wakeups:
+    """One of the streams WAKE and DONE, from its newest entry at the first read.
+
+    Entries can be missed while the store is away. A reader must also look at all its models, or
+    requests, from time to time.
+    """
+
+    def __init__(self, client: redis.Redis, stream: str = WAKE) -> None:
+        self._client = client
+        self._stream = stream
+        self._position: Any = None
+
+    def read(self, *, block_s: float) -> set[str]:
+        """Return the ids of new entries; wait at most `block_s` for the first one."""
+        wait_ms = round(min(block_s, MAX_BLOCK_S) * 1000) or None  # 0 would wait without end
+        with translating():
+            if self._position is None:
+                newest: Any = self._client.xrevrange(self._stream, count=1)
+                self._position = newest[0][0] if newest else "0"
+            found = cast(
+                "list[Any]",
+                self._client.xread({self._stream: self._position}, block=wait_ms, count=_COUNT),
+            )
+        ids: set[str] = set()
+        for _, entries in found or ():
+            for entry_id, fields in entries:
+                self._position = entry_id
+                ids.add(fields.get(_FIELDS[self._stream], b"").decode())
+        return ids

@@ -25,14 +25,13 @@ from numpy.typing import NDArray
 from turnstream.errors import ConflictError, EndOfRunError, RejectedError, RunNotFoundError
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Script, run_command, run_command_async
-from turnstream_server.commands.announcing import announce, announce_finished
+from turnstream_server.commands.announcing import Wakeups, announce, announce_finished
 from turnstream_server.commands.contents import fingerprint
 from turnstream_server.commands.kept_results import keep_unfetched
 from turnstream_server.commands.keys import DONE, sampler_keys, samples_key, session_keys
 from turnstream_server.commands.packing import pack, unpack
 from turnstream_server.commands.request_ids import RequestId, parse_request_id
 from turnstream_server.commands.results import Failure, Result, encode_result
-from turnstream_server.commands.wakeups import Wakeups
 from turnstream_server.commands.writes import essential_write
 from turnstream_server.models.sampling_params import SamplingParams
 

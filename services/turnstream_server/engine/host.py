@@ -23,9 +23,9 @@ from turnstream_server.engine.run_training import RunReport, check_fits, train_m
 from turnstream_server.engine.shares import OperationShare, ReadShares, one_pass_each
 from turnstream_server.models.folders import name_base, new_folder
 from turnstream_server.trainer.optimizer import StepReport
+from turnstream_server.trainer.passes import Turns
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
 from turnstream_server.trainer.settings import AdamSettings
-from turnstream_server.trainer.turns import Turns
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from turnstream.errors import BatchingError
 from turnstream_server.commands.models import ModelRecord
-from turnstream_server.models.policy import load_policy
-from turnstream_server.models.recompute import recompute_layers
+from turnstream_server.models.policy import load_policy, recompute_layers
 from turnstream_server.models.spec import AdapterConfig
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks

@@ -56,7 +56,7 @@ from turnstream_server.engine.training import (
 )
 from turnstream_server.failpoints import reach
 from turnstream_server.telemetry.instruments import counter, histogram
-from turnstream_server.trainer.turns import Turns
+from turnstream_server.trainer.passes import Turns
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from turnstream.errors import (
     RunNotFoundError,
     UnavailableError,
 )
+from turnstream_server.commands.announcing import Wakeups
 from turnstream_server.commands.bases import BaseModel
 from turnstream_server.commands.models import models_of_base, read_model
-from turnstream_server.commands.wakeups import Wakeups
 from turnstream_server.engine.host import Host, Lockstep
 from turnstream_server.engine.hosted_model import HostedModel, ModelSettings
 from turnstream_server.engine.leases import Leases, is_end

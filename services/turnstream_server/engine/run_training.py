@@ -18,8 +18,8 @@ from turnstream_server.trainer.metrics import trajectory_rewards
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
 from turnstream_server.trainer.objectives.parameters import PpoClip
+from turnstream_server.trainer.passes import Turns
 from turnstream_server.trainer.ranks import Ranks
-from turnstream_server.trainer.turns import Turns
 
 _PLACEHOLDER: Final = np.zeros(1, np.float32)
 """Log-probabilities of the datum that a client sends in place of rows."""

@@ -32,7 +32,7 @@ from turnstream_server.engine.run_streams import RunRefusedError
 from turnstream_server.engine.run_training import run_output
 from turnstream_server.engine.training import in_turns
 from turnstream_server.failpoints import reach
-from turnstream_server.trainer.turns import Turns
+from turnstream_server.trainer.passes import Turns
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from turnstream_server.commands.request_ids import parse_request_id
 from turnstream_server.commands.results import Answer, Failure, Result, TrainingOutput
 from turnstream_server.engine.host import DatumOutput, Host, Lockstep, Outputs
 from turnstream_server.failpoints import reach
+from turnstream_server.trainer.passes import Turns
 from turnstream_server.trainer.settings import AdamSettings
-from turnstream_server.trainer.turns import Turns
 
 logger = logging.getLogger(__name__)
 

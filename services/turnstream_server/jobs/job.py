@@ -19,9 +19,8 @@ from turnstream.errors import InvalidConfigError
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run
 from turnstream_server.bus.core.stores import open_store
-from turnstream_server.jobs.history import RunHistory
 from turnstream_server.jobs.stack import Stack
-from turnstream_server.jobs.summary import Summary, summary_table
+from turnstream_server.jobs.summary import RunHistory, Summary, summary_table
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.settings import Settings
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 import torch
 import transformers
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.folders import is_adapter_folder, new_folder
@@ -96,3 +99,20 @@ def _make(spec: SmallModelSpec) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         return AutoModelForCausalLM.from_config(config)
+
+
+def recompute_layers(model: PreTrainedModel) -> None:
+    """Keep only the input of each layer for the gradient (arXiv:1604.06174).
+
+    transformers does so in training mode alone, which would switch dropout on. This works in
+    evaluation mode too.
+
+    Raises:
+        InvalidConfigError: the model has no such layers.
+    """
+    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    if not layers:
+        message = f"a {model.config.model_type} model has no layers to compute again"
+        raise InvalidConfigError("gradient_checkpointing", message)
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)

@@ -13,8 +13,13 @@ from turnstream.errors import InvalidConfigError
 from turnstream_server.models.folders import is_adapter_folder
 from turnstream_server.models.logprobs import head_is_linear
 from turnstream_server.models.packed import enable_packing
-from turnstream_server.models.policy import ADAPTER, load_adapter, load_policy, save_policy
-from turnstream_server.models.recompute import recompute_layers
+from turnstream_server.models.policy import (
+    ADAPTER,
+    load_adapter,
+    load_policy,
+    recompute_layers,
+    save_policy,
+)
 from turnstream_server.models.sharding import shard
 from turnstream_server.models.spec import PolicySource, SmallModelSpec, read_policy_source
 from turnstream_server.models.values import ValueModel

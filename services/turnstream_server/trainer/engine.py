@@ -37,11 +37,10 @@ from turnstream_server.trainer.objectives.scores import (
 )
 from turnstream_server.trainer.operations import OperationLoss, OperationReport, run_passes
 from turnstream_server.trainer.optimizer import Optimizer, Schedule, StepReport
-from turnstream_server.trainer.passes import Passes
+from turnstream_server.trainer.passes import Passes, Turns, last_value
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
 from turnstream_server.trainer.reports import LossReport, UpdateReport
 from turnstream_server.trainer.settings import AdamSettings, Layout, ScheduleSettings
-from turnstream_server.trainer.turns import Turns, last_value
 
 if TYPE_CHECKING:
     from turnstream_server.models.adapters import Adapter

@@ -1,9 +1,13 @@
-"""Forward passes of a policy and of its reference, in one layout and type."""
+"""Forward passes of a policy and of its reference, in one layout and type.
+
+Work pauses between them, so that the passes of several models take turns.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +28,11 @@ from turnstream_server.trainer.settings import Layout
 
 if TYPE_CHECKING:
     from turnstream_server.models.adapters import Adapter
+
+_Value = TypeVar("_Value")
+
+Turns = Generator[None, None, _Value]
+"""Work with pauses, and its result."""
 
 TrainedRows = LeftPaddedTensors | PackedTensors
 """The rows of a micro-batch."""
@@ -100,3 +109,19 @@ class Passes:
     def _autocast(self) -> torch.autocast:
         is_lower = self.dtype != torch.float32
         return torch.autocast(self.model.device.type, dtype=self.dtype, enabled=is_lower)
+
+
+def last_value(turns: Turns[_Value]) -> _Value:
+    """Run work without its pauses, and return its result.
+
+    >>> def work():
+    ...     yield
+    ...     return 7
+    >>> last_value(work())
+    7
+    """
+    while True:
+        try:
+            next(turns)
+        except StopIteration as end:
+            return end.value

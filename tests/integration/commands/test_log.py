@@ -17,6 +17,7 @@ from turnstream.errors import (
     RunNotFoundError,
 )
 from turnstream_server.commands import log as command_log
+from turnstream_server.commands.announcing import Wakeups
 from turnstream_server.commands.keys import WAKE, model_keys
 from turnstream_server.commands.log import (
     DEFAULT_GAP_S,
@@ -30,7 +31,6 @@ from turnstream_server.commands.log import (
     Run,
 )
 from turnstream_server.commands.results import Answer, Failure, encode_result
-from turnstream_server.commands.wakeups import Wakeups
 
 DONE = Answer({"done": True})
 

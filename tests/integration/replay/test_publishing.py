@@ -22,8 +22,8 @@ from turnstream_server.generators.chat import ChatTokenizer
 from turnstream_server.generators.config import ReplayConfig
 from turnstream_server.generators.recordings import read_groups
 from turnstream_server.generators.replay import run_replay
-from turnstream_server.jobs.history import RunHistory
 from turnstream_server.jobs.job import write_policy
+from turnstream_server.jobs.summary import RunHistory
 from turnstream_server.models.spec import SmallModelSpec
 
 NewRun = Callable[..., str]

@@ -15,7 +15,7 @@ import testkit
 from testkit.training import make_engine, pulled
 from turnstream.types import Ragged
 from turnstream.worker import PulledMiniBatch
-from turnstream_server.models.recompute import recompute_layers
+from turnstream_server.models.policy import recompute_layers
 from turnstream_server.trainer.settings import Layout
 
 TEXTS = ("abCDefG", "xY", "hijKLMnopqR", "a|b", "pqRsT", "uvwxyzABC")

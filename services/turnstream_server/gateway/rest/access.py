@@ -65,7 +65,7 @@ def needs(role: Role | None) -> Callable[..., Awaitable[Caller]]:
         bearer: Annotated[HTTPAuthorizationCredentials | None, Security(_BEARER)] = None,
     ) -> Caller:
         gateway: Gateway = request.app.state.gateway
-        key = key_of(request.scope)  # of the same headers
+        key = key_of(request.scope)  # its headers are the same
         if role is not None:
             key.require(role, run=request.path_params.get("run"))
         return Caller(key, gateway)

@@ -15,7 +15,7 @@ from turnstream.errors import (
 from turnstream.store.client import keys
 from turnstream.types import TrajectoryState
 from turnstream_server.batcher.planner.snapshotting import Upkeep
-from turnstream_server.jobs.history import RunHistory
+from turnstream_server.jobs.summary import RunHistory
 
 
 async def test_session_ends_and_the_next_continues_after_the_stepped_steps(
