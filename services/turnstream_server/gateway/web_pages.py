@@ -17,7 +17,6 @@ from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-from turnstream.generator.transport.messages import MEDIA_TYPE as CALLS
 from turnstream.types.names import shown
 from turnstream_server.gateway.rest.bodies import ARROW, JSON
 from turnstream_server.gateway.tinker.encodings import PROTOBUF
@@ -25,8 +24,11 @@ from turnstream_server.gateway.tinker.encodings import PROTOBUF
 NAMES: Final = "TURNSTREAM_HTTP_NAMES"
 """Setting with the names under which a gateway is reached."""
 
-MEDIA_TYPES: Final = (JSON, PROTOBUF, ARROW, CALLS, "application/octet-stream")
-"""Media types of the bodies of all routes."""
+MEDIA_TYPES: Final = (JSON, PROTOBUF, ARROW, "application/octet-stream")
+"""Media types of the bodies of all routes, in addition to those of the SDK."""
+
+_OF_THE_SDK: Final = "application/vnd.turnstream."
+"""First characters of the media types of the SDK, also of another release."""
 
 
 class Refusal(NamedTuple):
@@ -62,7 +64,8 @@ def refusal_of(
     if origin is None and not is_link and site not in ("none", "same-origin"):
         return _foreign("Sec-Fetch-Site", site)
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if _has_body(headers) and media_type not in MEDIA_TYPES:
+    is_known = media_type in MEDIA_TYPES or media_type.startswith(_OF_THE_SDK)
+    if _has_body(headers) and not is_known:
         return Refusal(415, f"Content-Type is {shown(media_type)}, expected {JSON}")
     return None
 
