@@ -37,6 +37,7 @@ HINCRBY hash name number
 HSCAN hash 0 COUNT 100
 SADD set name+
 ZADD zset NX? score name score name
+ZADD zset XX LT score name score name
 ZREM zset name+
 ZSCORE zset name
 ZCARD zset

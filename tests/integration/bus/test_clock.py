@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from turnstream.store.run import clock
-from turnstream_server.bus.leadership.leadership import RunClock
+from turnstream_server.bus.leadership.run_clock import RunClock
 
 HOUR_MS = 3_600_000
 MOST_MS = 15_000

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 
-from testkit.scripts import script
 from turnstream.batching.fold.decisions import GroupCut
 from turnstream.errors import ConflictError, NotReadyError, RejectedError, WaitKind
 from turnstream.generator.api.work import WorkQueue
 from turnstream.generator.transport.redis_transport import RedisRequests
 from turnstream.generator.transport.store_calls import StoreCalls
-from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.rewards import RewardOutcome
 from turnstream.store.run.tasks import Refill
 from turnstream.store.waits.bounded_call import StoreWait
@@ -23,6 +21,8 @@ from turnstream.types import (
     TrajectoryKey,
     TrajectoryState,
 )
+from turnstream_server.bus.leadership.writes import Difference, write
+from turnstream_server.bus.planning.deadlines import Deadline, fire, limit
 
 HOUR_MS = 3_600_000
 
@@ -107,52 +107,35 @@ async def test_a_deadline_from_before_the_run_had_none_stays_where_it_was(run: A
     assert await run.fire() == HOUR_MS
 
 
-async def write(run: Any, *record: Any, most: int = 9) -> Any:
-    """Call the script with one record of a deadline, a few milliseconds after the run began."""
-    names = run.keys
-    where = (names.leader, names.deadlines, names.members, names.events, names.config)
-    command = script("fire_deadlines")(where, run.leader_epoch, 9, most, *record)
-    return await run_command_async(run.client, command)
-
-
-@pytest.mark.parametrize(
-    ("since", "reply"),
-    [("refilled", [0, 0, b"group:a", b"1"]), ("not passed", [0, 1]), ("fired", [0, -1])],
-)
-async def test_late_or_early_record_of_a_deadline_is_not_written(
-    timed: Any, since: str, reply: list[Any]
-) -> None:
+@pytest.mark.parametrize("since", ["refilled", "moved", "fired"])
+async def test_late_write_of_a_deadline_changes_nothing(timed: Any, since: str) -> None:
     await timed.open("a")
+    await timed.make_due()
+    ((member, due_ms),) = await timed.client.zrange(timed.keys.deadlines, 0, -1, withscores=True)
+    found = Deadline(member.decode(), b"%d" % due_ms)
     if since == "refilled":
         await timed.grant("a", 1)
-    await timed.make_due()
-    if since == "not passed":
+        await timed.make_due()
+    elif since == "moved":
         await timed.client.zadd(timed.keys.deadlines, {"group:a": 10})
-    if since == "fired":
+    else:
         await timed.fire()
-    before = await timed.events()
 
-    assert await write(timed, "group:a", 0, b"a record of refill 0") == reply
-
-    assert await timed.events() == before
-    left = [] if since == "fired" else [b"group:a"]
-    assert await members_of(timed, "deadlines") == left
+    async with timed.unchanged():
+        assert isinstance(await write(timed.term, fire(found)), Difference)
 
 
-async def test_one_call_reads_and_moves_a_limited_number_of_deadlines(timed: Any) -> None:
-    due = {"group:a": 7, "group:b": 8, "group:c": 9}
-    too_late = {f"group:{name}": 10**15 for name in "xyz"}
-    await timed.client.zadd(timed.keys.deadlines, {**due, **too_late})
+async def test_all_late_deadlines_are_moved_if_their_config_is_in_force(timed: Any) -> None:
+    late = {f"group:{number}": 10**15 for number in range(250)}
+    await timed.client.zadd(timed.keys.deadlines, late)
 
-    async def num_too_late() -> int:
-        return await timed.client.zcount(timed.keys.deadlines, 10**15, "+inf")
+    async with timed.unchanged():
+        found = await write(timed.term, limit([b"group:0"], latest_ms=9, revision=2))
+    next_ms = await timed.fire()
 
-    first = await write(timed, most=2)
-    left = await num_too_late()
-    await write(timed, most=2)
-
-    assert first == [0, 0, b"group:a", b"0", b"group:b", b"0"]
-    assert (left, await num_too_late()) == (1, 0)
+    assert isinstance(found, Difference)
+    assert next_ms == HOUR_MS
+    assert await timed.client.zcount(timed.keys.deadlines, 10**15, "+inf") == 0
 
 
 @pytest.mark.parametrize("how", ["planned", "dropped", "cut"])

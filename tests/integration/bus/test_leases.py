@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from testkit import sealed, turn
-from testkit.scripts import script
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator.encode.encoder import TrajectoryDraft
 from turnstream.generator.outbox.outbox import Outbox
@@ -18,13 +17,12 @@ from turnstream.store.client.connection import Link
 from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.leases import (
     MAX_LAPSED,
-    LapsedTrajectory,
     adopt_command,
     heartbeat_command,
     list_lapsed_async,
 )
 from turnstream.types import GroupOpened, TrajectoryAbandoned, TrajectoryKey, TrajectoryState
-from turnstream_server.bus.planning.deadlines import abandon_lapsed
+from turnstream_server.bus.planning.deadlines import abandon_lapsed, end_lapsed
 
 REASON = "the lease of writer ended"
 
@@ -37,17 +35,6 @@ async def lapse(run: Any, *ids: str, since_ms: int = 1) -> None:
 
 async def abandon(run: Any, *, until_ms: int | None = None) -> bool:
     return await abandon_lapsed(run.term, until_ms=until_ms or await run.server_ms())
-
-
-async def end_lapsed(run: Any, found: LapsedTrajectory, *, until_ms: int) -> bool:
-    """Abandon one that was listed; return whether it was abandoned."""
-    names = run.keys
-    where = (names.leader, names.ledger, names.leases, names.counts, names.events)
-    late = script("abandon_lapsed")(
-        where, 1, until_ms, found.key.trajectory_id, found.epoch, "late", b"record"
-    )
-    (reply,) = await run_command_async(run.client, late)
-    return bool(reply)
 
 
 async def test_lapsed_trajectory_is_abandoned_with_an_event_and_a_reason(run: Any) -> None:
@@ -127,7 +114,7 @@ async def test_trajectory_rescued_between_list_and_end_is_kept(
     if rescue == "adopted, and silent again":
         await run.client.zadd(run.keys.leases, {"a/0/0": until_ms - 1})
 
-    was_abandoned = await end_lapsed(run, found, until_ms=until_ms)
+    was_abandoned = await end_lapsed(run.term, [found], until_ms=until_ms)
 
     assert not was_abandoned
     assert (await run.hash_of("ledger"))[b"a/0/0"].startswith(b"open:")

@@ -162,12 +162,18 @@ def _sadd(members: set[bytes], words: Words) -> int:
 
 
 def _zadd(zset: ZSet, words: Words) -> int:
-    is_new_only = words[2].upper() == b"NX"
-    first = 2 + is_new_only
+    """ZADD key [NX | XX LT] score member ..."""
+    is_new_only, is_lower_only = words[2].upper() == b"NX", words[2].upper() == b"XX"
+    first = 2 + is_new_only + 2 * is_lower_only
+    if is_lower_only and words[3].upper() != b"LT":
+        raise _unknown(words)
     pairs = [(score_of(words[i]), words[i + 1]) for i in range(first, len(words), 2)]
     num_new = 0
     for score, member in pairs:
-        if not (is_new_only and member in zset.scores):
+        known = zset.scores.get(member)
+        if is_new_only and known is not None:
+            continue
+        if not is_lower_only or (known is not None and score < known):
             num_new += zset.add(member, score)
     return num_new
 

@@ -20,12 +20,13 @@ from turnstream.batching.fold.decisions import GroupCut, GroupEvaluated
 from turnstream.records.events import MAX_EVENT_BYTES
 from turnstream.store.client.scripts import Command
 from turnstream.store.client.stored_values import StoredHash
-from turnstream.store.run.leases import MAX_LAPSED
+from turnstream.store.run import clock
 from turnstream_server.bus.core.scan import PAGE_BYTES, PAGE_EVENTS
-from turnstream_server.bus.leadership.leadership import Term
-from turnstream_server.bus.leadership.snapshots import TRIM_SLICE
+from turnstream_server.bus.leadership.leader_fields import ParkFacts, park
+from turnstream_server.bus.leadership.leadership import Position, Term
+from turnstream_server.bus.leadership.snapshots import TRIM_SLICE, trim
 from turnstream_server.bus.leadership.writes import Changes, write_command
-from turnstream_server.bus.planning.deadlines import fire_orphaned
+from turnstream_server.bus.planning.deadlines import DEADLINES_PER_CALL, fire_orphaned, limit
 from turnstream_server.bus.planning.ending import Attempt
 from turnstream_server.bus.planning.plan_writes import GROUP_WEIGHT, StepFacts, commit, mark
 from turnstream_server.bus.planning.plan_writes import SLICE as PLAN_SLICE
@@ -43,52 +44,26 @@ from turnstream_server.bus.release.release_writes import (
     finish,
     fold,
 )
+from turnstream_server.bus.sessions.observers import MOST_OBSERVERS, expire
 
 WORST: Final[dict[str, Build]] = {}
 
 CONSTANT: Final = {
     "acquire_leader": "single fields",
-    "batch_due": "one event",
     "mark_dead": "single fields of one trajectory, and one event",
     "note_damage": "one field",
-    "note_trouble": "one field",
     "refuse_replan": "one field",
     "release_leader": "single fields",
     "release_payload": "two keys, which the server frees in another thread",
     "renew_leader": "single fields",
     "request_replan": "one field",
-    "tick_clock": "single fields",
 }
 
-DEADLINES_PER_CALL: Final = 200
 REJECTED_PER_CALL: Final = 25
-OBSERVERS: Final = 256
-"""Observers of one run, at most."""
 
 PLANNED: Final = [
     each for group in range(MAX_WITHDRAWN // 2) for each in ids_of(2, group=f"{group}")
 ]
-
-
-@worst(WORST)
-def fire_deadlines(store: LimitStore) -> list[Command]:
-    """The most deadlines of one call, and as many that are too late, and as many that are due."""
-    store = store.configured(reward_deadline_s=9, deadline_policy="drop")
-    due = [f"reward:{each}" for each in ids_of(2 * DEADLINES_PER_CALL)]
-    store.score(store.keys.deadlines, ((each, 1) for each in due))
-    late = ids_of(DEADLINES_PER_CALL, group=f"late{NAME}")
-    store.score(store.keys.deadlines, ((f"reward:{each}", 9e15) for each in late))
-    records = [word for each in due[:DEADLINES_PER_CALL] for word in (each, "0", b"r" * 1_000)]
-    return [store.call("fire_deadlines", 10**6, DEADLINES_PER_CALL, *records)]
-
-
-@worst(WORST)
-def abandon_lapsed(store: LimitStore) -> list[Command]:
-    """The most trajectories of one call."""
-    ids = ids_of(MAX_LAPSED)
-    opened(store, ids)
-    words = [word for each in ids for word in (each, 1, REASON, b"r" * 2_000)]
-    return [store.call("abandon_lapsed", 10**6, *words)]
 
 
 @worst(WORST)
@@ -142,7 +117,7 @@ def watermark(store: LimitStore) -> Changes | None:
     """As many checkpoints as a long run keeps, and many observers."""
     checkpoints = ",".join(map(str, range(1, 20_001))).encode()
     observers = {
-        each.encode(): b"%d:9:9" % (20_000 - i) for i, each in enumerate(groups_of(OBSERVERS))
+        each.encode(): b"%d:9:9" % (20_000 - i) for i, each in enumerate(groups_of(MOST_OBSERVERS))
     }
     store.fill(store.keys.frontier, [("checkpoints", checkpoints)])
     store.fill(store.keys.observers, ((each.decode(), seen) for each, seen in observers.items()))
@@ -150,6 +125,37 @@ def watermark(store: LimitStore) -> Changes | None:
         released=None, checkpoints=checkpoints, revision=1, num_kept=15_000, observers=observers
     )
     return advance(facts, at_most=None)[1]
+
+
+def parked(store: LimitStore) -> Changes | None:
+    """Observers that have all expired."""
+    observers = {each.encode(): b"1:0:9" for each in groups_of(MOST_OBSERVERS)}
+    store.fill(store.keys.observers, ((each.decode(), seen) for each, seen in observers.items()))
+    fields: Any = store.client.hmget(store.keys.clock, clock.FIELDS)
+    return park(ParkFacts(fields, observers, now_ms=1), Position("1-1", "1-1"))
+
+
+def expired(store: LimitStore) -> Changes | None:
+    """Observers that all expire."""
+    observers = {each.encode(): b"1:5:9" for each in groups_of(MOST_OBSERVERS)}
+    store.fill(store.keys.observers, ((each.decode(), seen) for each, seen in observers.items()))
+    return expire(observers, run_ms=10**6, most_kept=0).changes
+
+
+def trimmed(store: LimitStore) -> Changes:
+    """The most events of one call."""
+    for number in range(1, 4 * TRIM_SLICE):
+        store.client.xadd(store.keys.events, {"r": b"r" * 2_000, "t": NAME}, id=f"{number}-0")
+    ids = [f"{number}-0" for number in range(TRIM_SLICE)]
+    store.score(store.keys.rejected, ((each, number) for number, each in enumerate(ids)))
+    return trim(f"{2 * TRIM_SLICE}-0", [each.encode() for each in ids])
+
+
+def limited(store: LimitStore) -> Changes:
+    """The most deadlines of one call that are too late."""
+    late = [f"reward:{each}" for each in ids_of(DEADLINES_PER_CALL)]
+    store.score(store.keys.deadlines, ((each, 9e15) for each in late))
+    return limit([each.encode() for each in late], latest_ms=9, revision=1)
 
 
 def folded(store: LimitStore, names: list[str], *, are_groups: bool) -> Changes | None:
@@ -199,6 +205,12 @@ def finished(store: LimitStore) -> Changes:
     return finish(facts, {1: b"r" * 1_000_000})[0]
 
 
+BUILDS: Final = (
+    *(watermark, folded_groups, folded_trajectories, ended, finished),
+    *(parked, expired, trimmed, limited),
+)
+
+
 @worst(WORST)
 def leader_write(store: LimitStore) -> list[Command]:
     """Slices of plans, the ends of large groups, and the release at its limits."""
@@ -226,7 +238,7 @@ def leader_write(store: LimitStore) -> list[Command]:
         fire_orphaned(open_group(store, "orphaned", state="open", num_open=0)),
     ]
     written = [write_command(term, each) for each in changes if each is not None]
-    for build in (watermark, folded_groups, folded_trajectories, ended, finished):
+    for build in BUILDS:
         own = LimitStore(store.client, f"{store.run.name}-{build.__name__}")
         changes = build(own)
         assert changes is not None
@@ -251,42 +263,11 @@ def withdraw_plans(store: LimitStore) -> list[Command]:
 
 
 @worst(WORST)
-def find_ended(store: LimitStore) -> list[Command]:
-    """A page of a ledger in which all trajectories ended."""
-    store.fill(store.keys.ledger, ((each, f"expired:{REASON}") for each in ids_of(4_000)))
-    return [store.call("find_ended", "0", 500)]
-
-
-@worst(WORST)
 def release_bytes(store: LimitStore) -> list[Command]:
     """The most trajectories of one call."""
     ids = ids_of(FOLD_SLICE)
     opened(store, ids)
     return [store.call("release_bytes", *ids)]
-
-
-@worst(WORST)
-def park_leader(store: LimitStore) -> list[Command]:
-    """Observers that have all expired."""
-    store.fill(store.keys.observers, ((each, "1:0:9") for each in groups_of(OBSERVERS)))
-    return [store.call("park_leader", "1-1", "1-1")]
-
-
-@worst(WORST)
-def forget_observers(store: LimitStore) -> list[Command]:
-    """Observers that all expire."""
-    store.fill(store.keys.observers, ((each, "1:5:9") for each in groups_of(OBSERVERS)))
-    return [store.call("forget_observers", 10**6, 256)]
-
-
-@worst(WORST)
-def trim_events(store: LimitStore) -> list[Command]:
-    """The most entries of one call."""
-    for number in range(1, 4 * TRIM_SLICE):
-        store.client.xadd(store.keys.events, {"r": b"r" * 2_000, "t": NAME}, id=f"{number}-0")
-    store.score(store.keys.rejected, ((f"{number}-0", number) for number in range(TRIM_SLICE)))
-    store.fill(store.keys.snapshot, [("before", f"{2 * TRIM_SLICE}-0")])
-    return [store.call("trim_events", TRIM_SLICE)]
 
 
 @worst(WORST)

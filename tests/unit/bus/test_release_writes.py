@@ -58,7 +58,7 @@ def test_watermark_keeps_what_anyone_may_ask_for_and_never_falls(
     calls = [*changes.calls()]
     kept = ",".join(map(str, steps[-num_kept:]))
     assert calls[-1] == ("HSET", "frontier", ("released", floor, "checkpoints", kept))
-    assert ("SIZE", "observers", (len(observers),)) in calls
+    assert ("SIZE", "observers", ("HLEN", len(observers))) in calls
     expected = {words[1] for name, key, words in calls if (name, key) == ("PREFIX", "observers")}
     assert expected == {name.decode() for name, (_, is_live) in observers.items() if is_live}
 

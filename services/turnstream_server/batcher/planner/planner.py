@@ -24,13 +24,12 @@ from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.batcher.planner.timekeeper import Timekeeper
 from turnstream_server.bus.core.server_instance import PinnedClient
+from turnstream_server.bus.leadership.leader_fields import note_trouble, park_leadership
 from turnstream_server.bus.leadership.leadership import (
     Leadership,
     Position,
     Term,
     acquire_leadership,
-    note_trouble,
-    park_leadership,
     release_leadership,
 )
 from turnstream_server.bus.planning.announcements import read_revisions_async
@@ -202,7 +201,7 @@ class RunPlanner:
         """Record the error for `turnstream why`, if the store is reachable."""
         owner = self._keeper.owner
         with contextlib.suppress(TurnstreamError):
-            await note_trouble(term.client, term.run, "planning_trouble", trouble, owner=owner)
+            await note_trouble(term, "planning_trouble", trouble, owner=owner)
 
     async def _release(self, term: Term) -> None:
         """Release the leadership for another replica, if the store is reachable."""

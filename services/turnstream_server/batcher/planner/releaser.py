@@ -25,7 +25,8 @@ from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.bus.admin.dead_letters import discard_oldest
 from turnstream_server.bus.core.frontier import read_frontier_async
-from turnstream_server.bus.leadership.leadership import Term, note_trouble
+from turnstream_server.bus.leadership.leader_fields import note_trouble
+from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.planning.manifests import StoredManifest, read_manifests
 from turnstream_server.bus.release.release import (
     FOLD_SLICE,
@@ -165,7 +166,7 @@ class Releaser:
             return
         if trouble:
             logger.warning("run %s: %s", self._run, trouble)
-        await note_trouble(self._client, self._run, "release_trouble", trouble, owner=self._owner)
+        await note_trouble(self._term, "release_trouble", trouble, owner=self._owner)
         self._noted = trouble
 
     async def _release_batches(self, state: ReleaseState) -> bool:

@@ -18,7 +18,9 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.store.client.replies import translating
 from turnstream_server.batcher.planner.leader import Leader
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.bus.leadership.leadership import LONGEST_MOST_S, RunClock, Term
+from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.run_clock import LONGEST_MOST_S, RunClock
+from turnstream_server.bus.leadership.writes import time_ms
 from turnstream_server.bus.planning.deadlines import (
     abandon_lapsed,
     end_orphaned,
@@ -180,5 +182,4 @@ class Timekeeper:
 async def _read_clock(client: redis.asyncio.Redis) -> int:
     with translating():
         time: Any = await client.execute_command("TIME")
-    seconds, microseconds = time
-    return int(seconds) * 1000 + int(microseconds) // 1000
+    return time_ms(time)

@@ -1,9 +1,9 @@
-"""The leadership of a run: a lease with a fencing number, and the clock that a leader keeps."""
+"""The leadership of a run: a lease with a fencing number."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import redis.asyncio
 
@@ -13,13 +13,6 @@ from turnstream_server.bus.core.run_script import RunScript
 _ACQUIRE = RunScript("acquire_leader", "leadership", "frontier leader")
 _RENEW = RunScript("renew_leader", "leadership", "leader")
 _RELEASE = RunScript("release_leader", "leadership", "leader")
-_NOTE = RunScript("note_trouble", "leadership", "leader")
-
-LONGEST_MOST_S: Final = 15.0
-"""Longest delay of a deadline that starts while the store's clock jumps: see run_clock.lua."""
-
-Trouble = Literal["planning_trouble", "release_trouble"]
-"""The part of its work that a leader cannot do."""
 
 
 class Position(NamedTuple):
@@ -76,9 +69,6 @@ class LeaderScript:
         return await run_command_async(term.client, self(term, *args))
 
 
-_PARK = LeaderScript("park_leader", "leadership", "leases deadlines observers clock")
-
-
 async def acquire_leadership(
     client: redis.asyncio.Redis,
     run: str,
@@ -114,52 +104,3 @@ def renew_command(run: str, *, owner: str, epoch: int, lease_s: float) -> Comman
 async def release_leadership(term: Term, *, owner: str) -> bool:
     """End the term before its lease ends; return False where it was lost already."""
     return bool(await _RELEASE.call_async(term.client, term.run, owner, term.epoch))
-
-
-async def park_leadership(term: Term, position: Position) -> bool:
-    """Release the leadership of an idle run, until something is written to it after `position`.
-
-    False where something in the run can expire.
-    """
-    return bool(await _PARK.run(term, *position))
-
-
-async def note_trouble(
-    client: redis.asyncio.Redis, run: str, what: Trouble, trouble: str, *, owner: str
-) -> bool:
-    """Record why a leader cannot work, "" once it is solved; return False if another leads."""
-    return bool(await _NOTE.call_async(client, run, owner, what, trouble))
-
-
-_TICK = LeaderScript("tick_clock", "leadership", "clock")
-
-
-class RunClock:
-    """Counts the time of one run during one leadership term.
-
-    Between two ticks at most `most_s` counts. A leader that stood still does not know the deadlines
-    that were set in between.
-    """
-
-    def __init__(self, term: Term, *, most_s: float) -> None:
-        self._term = term
-        self._most_s = most_s
-        self._ms: float | None = None
-        self._ticked_s = 0.0
-
-    async def tick(self, *, server_ms: int, own_s: float) -> None:
-        """Write the time of the run to the store; `server_ms` and `own_s` are of one moment."""
-        ms = None if self._ms is None else self._ms + self._since_ms(own_s)
-        own_ms = "" if ms is None else int(ms)
-        most_ms = round(self._most_s * 1_000)
-        kept_ms: int = await _TICK.run(self._term, own_ms, server_ms, most_ms)
-        self._ms = max(ms or 0, kept_ms)
-        self._ticked_s = own_s
-
-    def at(self, own_s: float) -> int:
-        """Return the run's time at a time of our own clock, in ms, rounded down."""
-        assert self._ms is not None, "a clock tells the time after its first tick"
-        return int(self._ms + self._since_ms(own_s))
-
-    def _since_ms(self, own_s: float) -> float:
-        return min(own_s - self._ticked_s, self._most_s) * 1_000

@@ -12,14 +12,19 @@ from turnstream.batching.planning.plan_batch import event_order
 from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
-from turnstream_server.bus.leadership.leadership import LeaderScript, Term
-from turnstream_server.bus.leadership.writes import Changes, read_facts, write_decision
+from turnstream_server.bus.core.scan import entry_ms
+from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.writes import (
+    Changes,
+    read_facts,
+    write_decision,
+    write_without_facts,
+)
 
 TRIM_SLICE: Final = 500
 """Events of one call, which takes the server a fraction of a millisecond."""
 
 _FACTS: Final = ("position", "step", "withdrawn_at")
-_TRIM = LeaderScript("trim_events", "leadership", "snapshot events rejected")
 
 
 async def save_snapshot(term: Term, *, position: str, step: int, record: bytes) -> None:
@@ -68,8 +73,38 @@ async def read_snapshot(client: redis.asyncio.Redis, run: str) -> PlannerSnapsho
 
 
 async def trim_events(term: Term) -> int:
-    """Remove some events before the last snapshot but one; return their number."""
-    return int(await _TRIM.run(term, TRIM_SLICE))
+    """Remove some events before the last snapshot but one; return their number.
+
+    Other readers need the newer ones. The ids of rejected events are removed with their events.
+
+    Raises:
+        FencedError: another planner leads the run.
+    """
+    known = keys.run_keys(term.run)
+    before, oldest = await read_facts(
+        term,
+        ("HGET", known.snapshot, "before"),
+        ("ZRANGE", known.rejected, 0, TRIM_SLICE - 1),
+    )
+    if before is None:
+        return 0
+    return sum(await write_without_facts(term, trim(before.decode(), oldest)))
+
+
+def trim(before: str, oldest: Sequence[bytes]) -> Changes:
+    """Return the writes that remove about TRIM_SLICE events before one, and their rejections.
+
+    `oldest` are the ids of the oldest rejected events.
+
+    >>> list(trim("7-0", [b"5-1", b"7-0"]).calls())[0]
+    ('ZREM', 'rejected', (b'5-1',))
+    """
+    changes = Changes()
+    first_ms = entry_ms(before)
+    old = [each for each in oldest if entry_ms(each.decode()) < first_ms]
+    changes.write_each("ZREM", "rejected", old)
+    changes.write("XTRIM", "events", "MINID", "~", before, "LIMIT", TRIM_SLICE)
+    return changes
 
 
 async def last_event_id(client: redis.asyncio.Redis, run: str) -> str:

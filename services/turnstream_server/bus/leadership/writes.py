@@ -77,7 +77,15 @@ class Changes:
 
     def expect_size(self, key: str, number: int) -> None:
         """Expect a hash to have this number of fields."""
-        self._facts.append(("SIZE", key, (number,)))
+        self._facts.append(("SIZE", key, ("HLEN", number)))
+
+    def expect_empty(self, key: str) -> None:
+        """Expect a sorted set to have no member."""
+        self._facts.append(("SIZE", key, ("ZCARD", 0)))
+
+    def expect_score(self, key: str, member: str, score: bytes) -> None:
+        """Expect a member of a sorted set to have this score, as a reply has it."""
+        self._facts.append(("SCORE", key, (member, score)))
 
     def expect_newest(self, key: str, entry_id: str) -> None:
         """Expect a stream to end with this entry; "0-0" for an empty one."""
@@ -144,6 +152,17 @@ async def write(term: Term, changes: Changes) -> list[Any] | Difference:
         CorruptRecordError: a counter is damaged: nothing was written.
     """
     return _outcome(await run_command_async(term.client, write_command(term, changes)))
+
+
+async def write_without_facts(term: Term, changes: Changes) -> list[Any]:
+    """Write changes that expect nothing; return the replies of the commands.
+
+    Raises:
+        FencedError: another planner leads the run.
+    """
+    replies = await write(term, changes)
+    assert not isinstance(replies, Difference), "no fact can differ"
+    return replies
 
 
 async def write_all(term: Term, changes: Sequence[Changes]) -> list[list[Any] | Difference]:
@@ -217,6 +236,15 @@ async def read_facts(term: Term, *commands: Sequence[Argument]) -> list[Any]:
     if epoch != b"%d" % term.epoch:
         raise FencedError(f"another planner leads the run, not epoch {term.epoch}")
     return replies
+
+
+def time_ms(reply: Sequence[Any]) -> int:
+    """Return the time in a reply of the command TIME, in ms.
+
+    >>> time_ms([b"12", b"345678"])
+    12345
+    """
+    return int(reply[0]) * 1_000 + int(reply[1]) // 1_000
 
 
 def _outcome(reply: Sequence[Any]) -> list[Any] | Difference:

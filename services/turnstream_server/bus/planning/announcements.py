@@ -15,16 +15,16 @@ from turnstream.store.client.replies import translating
 from turnstream.store.run import clock
 from turnstream.store.run.configs import Revision, Revisions, parse_revisions
 from turnstream.types import BatchDue, ConfigRevised, RunFinished
-from turnstream_server.bus.leadership.leadership import LeaderScript, Term
+from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.leadership.writes import (
     Changes,
     Difference,
     read_facts,
+    time_ms,
     write,
     write_decision,
+    write_without_facts,
 )
-
-_DUE = LeaderScript("batch_due", "planning", "events")
 
 DEADLINE_SLICE: Final = 1_000
 """Groups of one call that get a deadline."""
@@ -47,8 +47,22 @@ class RevisionFacts:
 
 
 async def announce_due(term: Term, due: BatchDue) -> str:
-    """Write the event at which the groups of a batch are chosen, once; return its id."""
-    event_id: bytes = await _DUE.run(term, encode_event(due))
+    """Write the event at which the groups of a batch are chosen; return its id.
+
+    The newest event may be that of an earlier call, whose reply was lost. Of several events of a
+    step, the fold takes the first.
+
+    Raises:
+        FencedError: another planner leads the run.
+    """
+    record = encode_event(due)
+    events = keys.run_keys(term.run).events
+    (newest,) = await read_facts(term, ("XREVRANGE", events, "+", "-", "COUNT", 1))
+    if newest and newest[0][1].get(b"r") == record:
+        return newest[0][0].decode()
+    changes = Changes()
+    changes.write_entry("events", record)
+    (event_id,) = await write_without_facts(term, changes)
     return event_id.decode()
 
 
@@ -171,7 +185,7 @@ async def _read_revisions(term: Term) -> RevisionFacts:
         revisions=parse_revisions(term.run, config),
         planned=int(planned or 0),
         lease_floor=config.get(b"lease_floor", b""),
-        now_ms=_ms(now),
+        now_ms=time_ms(now),
     )
 
 
@@ -179,7 +193,7 @@ async def _start_deadlines(term: Term, deadline_s: float) -> None:
     """Give each open group a deadline, from now on by the time of the run."""
     known = keys.run_keys(term.run)
     fields, now = await read_facts(term, ("HMGET", known.clock, *clock.FIELDS), ("TIME",))
-    due_ms = clock.run_ms(fields, now_ms=_ms(now)) + int(deadline_s * 1_000)
+    due_ms = clock.run_ms(fields, now_ms=time_ms(now)) + int(deadline_s * 1_000)
     cursor = b"0"
     while True:
         (page,) = await read_facts(term, ("HSCAN", known.groups, cursor, "COUNT", DEADLINE_SLICE))
@@ -192,14 +206,10 @@ async def _start_deadlines(term: Term, deadline_s: float) -> None:
         if words:
             changes = Changes()
             changes.write("ZADD", "deadlines", "NX", *words)
-            await write(term, changes)
+            await write_without_facts(term, changes)
         if int(cursor) == 0:
             return
 
 
 def _pairs(words: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
     return list(zip(words[::2], words[1::2], strict=True))
-
-
-def _ms(now: Sequence[Any]) -> int:
-    return int(now[0]) * 1_000 + int(now[1]) // 1_000

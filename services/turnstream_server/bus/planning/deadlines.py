@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import redis.asyncio
 
@@ -13,22 +13,43 @@ from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Script, run_command_async, run_commands_async
 from turnstream.store.run.budget import lease_of_seal
+from turnstream.store.run.configs import read_config_async
 from turnstream.store.run.leases import MAX_LAPSED, LapsedTrajectory, list_lapsed_async
 from turnstream.types import DeadlineFired, TrajectoryAbandoned
-from turnstream_server.bus.leadership.leadership import LeaderScript, Term
-from turnstream_server.bus.leadership.writes import Changes, Difference, read_facts, write_all
+from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.writes import (
+    Changes,
+    Difference,
+    read_facts,
+    time_ms,
+    write_all,
+)
+from turnstream_server.bus.planning.ending import Attempt, end_attempts
 from turnstream_server.bus.planning.settling import GroupState, read_group_states
 from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
 
-_FIRE = LeaderScript("fire_deadlines", "planning", "deadlines members events config rewards")
-_ABANDON = LeaderScript("abandon_lapsed", "planning", "ledger leases counts events")
 _APPEND = Script("append", "turnstream.generator.outbox")
 _POST_SEALED = Script("post_sealed", "turnstream.generator.outbox")
-_PER_CALL: Final = 200
+DEADLINES_PER_CALL: Final = 200
+"""Deadlines of one round trip."""
+
+_PAGE: Final = ("LIMIT", 0, DEADLINES_PER_CALL)
 _FENCE: Final = "abandoned"
 """Name of the writer that fences the payload of abandoned trajectories."""
+
+
+class Deadline(NamedTuple):
+    """A member of `deadlines` with its score, the ms of the run's time at which it is due.
+
+    Attributes:
+        members: the entry of its group in `members`; None where it has none.
+    """
+
+    member: str
+    due_ms: bytes
+    members: bytes | None = None
 
 
 async def fire_deadlines(term: Term, *, run_ms: int) -> int:
@@ -36,32 +57,88 @@ async def fire_deadlines(term: Term, *, run_ms: int) -> int:
 
     Returns:
         Milliseconds until the next one is due; -1 where there is none.
+
+    Raises:
+        CorruptRecordError: the entry of a group in `members` is damaged.
+        FencedError: another planner leads the run.
     """
-    arguments: list[str | bytes] = []
+    known = keys.run_keys(term.run)
     while True:
-        if arguments:
+        due, first, last = await read_facts(
+            term,
+            ("ZRANGEBYSCORE", known.deadlines, "-inf", run_ms, "WITHSCORES", *_PAGE),
+            ("ZRANGE", known.deadlines, 0, 0, "WITHSCORES"),
+            ("ZRANGE", known.deadlines, -1, -1, "WITHSCORES"),
+        )
+        if due:
+            found = await _read_deadlines(term, due)
             reach("fire_deadlines.before")
-        _, next_ms, *due = await _FIRE.run(term, run_ms, _PER_CALL, *arguments)
-        if arguments:
+            await write_all(term, [fire(each) for each in found])
             reach("fire_deadlines.after")
-        if not due:
-            return int(next_ms)
-        arguments = _with_records(due)
+        elif not last or not await _limit_deadlines(term, run_ms=run_ms, last_ms=float(last[1])):
+            return int(float(first[1])) - run_ms if first else -1
 
 
-def _with_records(due: Sequence[Any]) -> list[str | bytes]:
-    words: list[str | bytes] = []
-    for member, num_refills in zip(due[::2], due[1::2], strict=True):
-        words += (member, num_refills, encode_event(_event(member.decode(), int(num_refills))))
-    return words
+async def _read_deadlines(term: Term, due: Sequence[bytes]) -> list[Deadline]:
+    """Return deadlines, of which `due` has the members and scores, with their groups' entries."""
+    members = [each.decode() for each in due[::2]]
+    names = [each.partition(":")[2] for each in members]  # that of a reward is no group's
+    (entries,) = await read_facts(term, ("HMGET", keys.run_keys(term.run).members, *names))
+    return [Deadline(*each) for each in zip(members, due[1::2], entries, strict=True)]
 
 
-def _event(member: str, num_refills: int) -> DeadlineFired:
-    kind, _, name = member.partition(":")
+def fire(due: Deadline) -> Changes:
+    """Return the writes that fire a deadline, if it has not moved, and its group got no refill.
+
+    >>> list(fire(Deadline("reward:g/0/0", b"9")).calls())  # doctest: +ELLIPSIS
+    [('SCORE', 'deadlines', ('reward:g/0/0', b'9')), ('HSET', 'rewards', ('g/0/0', 'missed')), ...
+    """
+    kind, _, name = due.member.partition(":")
+    changes = Changes()
+    changes.expect_score("deadlines", due.member, due.due_ms)
     if kind == "group":
-        return DeadlineFired(group_id=keys.decode_name(name), num_refills=num_refills)
-    awaited = keys.parse_trajectory_id(name)
-    return DeadlineFired(group_id=awaited.group_id, awaited=awaited)
+        num_refills = GroupState(name, None, due.members, None).num_granted
+        changes.expect("members", name, due.members)
+        event = DeadlineFired(group_id=keys.decode_name(name), num_refills=num_refills)
+    else:
+        changes.write("HSET", "rewards", name, "missed")
+        awaited = keys.parse_trajectory_id(name)
+        event = DeadlineFired(group_id=awaited.group_id, awaited=awaited)
+    changes.write("ZREM", "deadlines", due.member)
+    changes.write_entry("events", encode_event(event))
+    return changes
+
+
+async def _limit_deadlines(term: Term, *, run_ms: int, last_ms: float) -> bool:
+    """Let no deadline be later than one that is set now; return whether one was.
+
+    The run has shorter deadlines now, or they were set with less of its time than has passed.
+    """
+    revision, config = await read_config_async(term.client, term.run)
+    longest_s = max(config.group_deadline_s, config.reward_deadline_s)
+    latest_ms = run_ms + round(longest_s * 1_000)
+    if not longest_s or last_ms <= latest_ms:
+        return False
+    known = keys.run_keys(term.run)
+    (late,) = await read_facts(
+        term, ("ZRANGEBYSCORE", known.deadlines, f"({latest_ms}", "+inf", *_PAGE)
+    )
+    if late:  # not fired or decided since
+        await write_all(term, [limit(late, latest_ms=latest_ms, revision=revision)])
+    return True
+
+
+def limit(late: Sequence[bytes], *, latest_ms: int, revision: int) -> Changes:
+    """Return the writes that move deadlines to an earlier time, while this config is in force.
+
+    >>> list(limit([b"group:g"], latest_ms=9, revision=2).calls())[1]
+    ('ZADD', 'deadlines', ('XX', 'LT', 9, b'group:g'))
+    """
+    changes = Changes()
+    changes.expect("config", "newest", b"%d" % revision)
+    words = [word for each in late for word in (latest_ms, each)]
+    changes.write("ZADD", "deadlines", "XX", "LT", *words)
+    return changes
 
 
 async def find_orphaned(term: Term, group_ids: Sequence[str]) -> dict[str, int]:
@@ -129,7 +206,7 @@ async def abandon_lapsed(term: Term, *, until_ms: int) -> bool:
         return False
     await _post_seals(term.client, term.run, [each.key.trajectory_id for each in lapsed])
     reach("abandon_lapsed.before")
-    abandoned = await _abandon(term, lapsed, until_ms=until_ms)
+    abandoned = await end_lapsed(term, lapsed, until_ms=until_ms)
     reach("abandon_lapsed.after")
     fences = [
         _APPEND(
@@ -148,17 +225,43 @@ async def abandon_lapsed(term: Term, *, until_ms: int) -> bool:
     return len(lapsed) == MAX_LAPSED
 
 
-async def _abandon(
+async def end_lapsed(
     term: Term, lapsed: Sequence[LapsedTrajectory], *, until_ms: int
 ) -> list[LapsedTrajectory]:
-    """Abandon trajectories; return those that were not renewed, adopted or sealed before."""
-    arguments: list[Any] = []
-    for each in lapsed:
-        reason = _reason(each)
-        record = encode_event(TrajectoryAbandoned(key=each.key, reason=reason))
-        arguments += (each.key.trajectory_id, each.epoch, reason, record)
-    replies = await _ABANDON.run(term, until_ms, *arguments)
-    return [each for each, was_abandoned in zip(lapsed, replies, strict=True) if was_abandoned]
+    """Abandon trajectories; return those that were not renewed, adopted or sealed before.
+
+    If the store's clock was set back before `until_ms`, all stay open.
+    """
+    leases = keys.run_keys(term.run).leases
+    words = ("ZRANGEBYSCORE", leases, "-inf", until_ms, "WITHSCORES", "LIMIT", 0, MAX_LAPSED)
+    page, now = await read_facts(term, words, ("TIME",))
+    ends: dict[bytes, bytes] = dict(zip(page[::2], page[1::2], strict=True))
+    if time_ms(now) < until_ms:
+        return []
+    ended = [each for each in lapsed if each.key.trajectory_id.encode() in ends]
+    changes = [abandon(each, end_ms=ends[each.key.trajectory_id.encode()]) for each in ended]
+    found = await write_all(term, changes)
+    pairs = zip(ended, found, strict=True)
+    return [each for each, written in pairs if not isinstance(written, Difference)]
+
+
+def abandon(lapsed: LapsedTrajectory, *, end_ms: bytes) -> Changes:
+    """Return the writes that abandon a trajectory, if its lease is the one that ended at `end_ms`.
+
+    >>> from turnstream.types import TrajectoryKey
+    >>> one = LapsedTrajectory(key=TrajectoryKey("g", 0), writer="w", epoch=1)
+    >>> list(abandon(one, end_ms=b"9").calls())[:2]
+    [('FIELDS', 'ledger', ('g/0/0', b'=open:1:w')), ('SCORE', 'leases', ('g/0/0', b'9'))]
+    """
+    changes = Changes()
+    changes.expect_score("leases", lapsed.key.trajectory_id, end_ms)
+    entry = f"open:{lapsed.epoch}:{keys.encode_name(lapsed.writer)}".encode()
+    attempt = Attempt(lapsed.key.trajectory_id, entry, None)
+    reason = _reason(lapsed)
+    end_attempts(changes, [attempt], becomes={"open": "abandoned"}, reason=reason)
+    event = TrajectoryAbandoned(key=lapsed.key, reason=reason)
+    changes.write_entry("events", encode_event(event))
+    return changes
 
 
 def _reason(lapsed: LapsedTrajectory) -> str:

@@ -26,6 +26,7 @@ from turnstream_server.bus.leadership.writes import (
     Changes,
     Difference,
     read_facts,
+    time_ms,
     write_all,
     write_decision,
 )
@@ -131,7 +132,7 @@ async def _read_refill(term: Term, key: TrajectoryKey) -> RefillFacts:
             break
         key = key._replace(attempt=key.attempt + 1)
     revision, config = await read_config_async(term.client, term.run)
-    now_ms = int(now[0]) * 1_000 + int(now[1]) // 1_000
+    now_ms = time_ms(now)
     return RefillFacts(
         key=key,
         group=GroupState(name, group, members, None),

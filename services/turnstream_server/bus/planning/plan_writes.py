@@ -21,7 +21,7 @@ from turnstream.store.client.stored_values import StoredHash, parsed_number, rea
 from turnstream.store.client.trajectory_names import with_readable_names
 from turnstream_server.bus.core.frontier import NONE_WITHDRAWN, Withdrawn
 from turnstream_server.bus.leadership.leadership import Term
-from turnstream_server.bus.leadership.writes import MAX_TRIES, Changes, read_facts
+from turnstream_server.bus.leadership.writes import MAX_TRIES, Changes, read_facts, time_ms
 from turnstream_server.bus.planning.ending import Attempt
 from turnstream_server.bus.planning.groups import settle_groups
 from turnstream_server.bus.planning.settling import GroupState
@@ -108,7 +108,7 @@ async def read_step(term: Term, step: int) -> StepFacts:
         before=before,
         of_step=of_step,
         revision=in_force,
-        now_ms=int(now[0]) * 1000 + int(now[1]) // 1000,
+        now_ms=time_ms(now),
     )
 
 

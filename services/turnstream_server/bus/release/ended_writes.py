@@ -61,7 +61,7 @@ def replace_ended(facts: EndedFacts, *, number: int, record: bytes) -> Changes |
     changes = Changes()
     changes.expect("frontier", "ends", facts.newest)
     for each, entry in facts.entries.items():
-        if not _has_ended(entry):
+        if not has_ended(entry):
             shown = (entry or b"unknown").decode(errors="replace")
             raise ConflictError(with_readable_names(f"{each} is {shown}, not at its end"))
         changes.expect("ledger", each, entry)
@@ -100,8 +100,12 @@ def counted_reason(state: str, reason: str) -> str:
     return _VALUE.sub("", reason) if state == TrajectoryState.FILTERED else reason
 
 
-def _has_ended(entry: bytes | None) -> bool:
-    """Return whether a trajectory ended untrained, as in find_ended.lua."""
+def has_ended(entry: bytes | None) -> bool:
+    """Return whether a trajectory ended untrained. A dead one counts once it is discarded.
+
+    >>> has_ended(b"expired:no time"), has_ended(b"dead:bad"), has_ended(b"dead:discarded")
+    (True, False, True)
+    """
     state = (entry or b"").partition(b":")[0].decode(errors="replace")
     return state in DROPPED or (entry or b"").startswith(b"dead:discarded")
 

@@ -40,6 +40,7 @@ from turnstream_server.bus.release.ended_writes import (
     OVER,
     EndedFacts,
     counts_of,
+    has_ended,
     replace_ended,
 )
 from turnstream_server.bus.release.release_writes import (
@@ -73,7 +74,6 @@ STEP_SLICE: Final = 16
 
 _RELEASE = Script("release_payload", "turnstream_server.bus.release")
 _RELEASE_BYTES = RunScript("release_bytes", "release", "ledger held budget wake")
-_FIND_ENDED = RunScript("find_ended", "release", "ledger")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,9 +266,12 @@ async def find_ended(
     client: redis.asyncio.Redis, run: str, *, cursor: str, num_entries: int
 ) -> tuple[str, dict[str, str]]:
     """Return the untrained trajectories in a part of the ledger, and the next cursor, or "0"."""
-    reply: list[bytes] = await _FIND_ENDED.call_async(client, run, cursor, num_entries)
-    next_cursor, *pairs = [each.decode() for each in reply]
-    return next_cursor, dict(zip(pairs[::2], pairs[1::2], strict=True))
+    ledger = keys.run_keys(run).ledger
+    with translating():
+        page: Any = await client.hscan(ledger, int(cursor), count=num_entries)
+    next_cursor, entries = page
+    ended = {name: entry for name, entry in entries.items() if has_ended(entry)}
+    return str(next_cursor), {name.decode(): ended[name].decode() for name in ended}
 
 
 async def finished_groups(

@@ -6,6 +6,8 @@ The HTTP API describes an observer with the words of its class.
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -16,17 +18,17 @@ from pydantic import Field
 from turnstream.errors import InvalidConfigError
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
-from turnstream.store.client.stored_values import reading
+from turnstream.store.client.stored_values import damaged, reading
 from turnstream.store.run import clock
 from turnstream_server.bus.core.run_script import RunScript
 from turnstream_server.bus.core.scan import hash_fields, server_ms
-from turnstream_server.bus.leadership.leadership import LeaderScript, Term
+from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.writes import Changes, read_facts, write_decision
 
 logger = logging.getLogger(__name__)
 
 _OBSERVE = RunScript("observe", "sessions", "frontier observers clock wake")
 _OBSERVED = RunScript("observed", "sessions", "frontier observers clock")
-_FORGET = LeaderScript("forget_observers", "sessions", "observers")
 
 MOST_OF_OWNER: Final = 64
 """Limit of observers that the keys of one name have in a run."""
@@ -39,6 +41,32 @@ MOST_EXPIRY_S: Final = 7 * 86_400.0
 
 MOST_FORGOTTEN: Final = 256
 """Limit of expired observers whose last step is stored."""
+
+
+_ENTRY: Final = re.compile(r"(\d+):(\d+):(\d+)(?::(\d*))?(@.*)?")
+"""Newest step seen, expiry, its length, the first missed step, and the owner."""
+
+
+class Expired(NamedTuple):
+    """An observer that was silent for too long, by its name in keys."""
+
+    name: str
+    seen: int
+    expiry_ms: int
+
+
+class Expiry(NamedTuple):
+    """What a check of all observers has found.
+
+    Attributes:
+        next_ms: ms until the next one expires; -1 where none is left.
+        expired: those that have expired since the last check.
+        changes: the writes that expire them; None for none.
+    """
+
+    next_ms: int
+    expired: tuple[Expired, ...]
+    changes: Changes | None
 
 
 class Declared(NamedTuple):
@@ -154,19 +182,71 @@ def remove_observer(client: redis.Redis, run: str, observer: str) -> bool:
     return bool(is_removed)
 
 
+def expire(entries: Mapping[bytes, bytes], *, run_ms: int, most_kept: int) -> Expiry:
+    """Return the observers that have expired at a time of the run, and what is written of them.
+
+    No step is kept for them. The newest step that they had seen stays stored, for `most_kept`.
+
+    Raises:
+        CorruptRecordError: an entry is damaged.
+
+    >>> found = expire({b"o": b"7:50:40@lab", b"p": b"3:90:40"}, run_ms=50, most_kept=9)
+    >>> found.next_ms, found.expired
+    (40, (Expired(name='o', seen=7, expiry_ms=40),))
+    >>> list(found.changes.calls())[1]
+    ('HSET', 'observers', ('o', '7:0:40@lab'))
+    """
+    changes, expired = Changes(), list[Expired]()
+    left_ms: list[int] = []
+    gone: list[tuple[int, str]] = []
+    for field, entry in entries.items():
+        name = field.decode()
+        found = _ENTRY.fullmatch(entry.decode(errors="replace"))
+        if found is None:
+            raise damaged("observers", name, "it is no entry of an observer")
+        seen, expires_ms, expiry_ms = map(int, found.group(1, 2, 3))
+        if expires_ms > run_ms:
+            left_ms.append(expires_ms - run_ms)
+            continue
+        changes.expect("observers", name, entry)
+        if expires_ms:
+            seen = int(found[4]) - 1 if found[4] else seen
+            expired.append(Expired(name, seen, expiry_ms))
+            changes.write("HSET", "observers", name, f"{seen}:0:{expiry_ms}{found[5] or ''}")
+        gone.append((seen, name))
+    dropped = [name for _, name in sorted(gone, reverse=True)[most_kept:]]
+    changes.write_each("HDEL", "observers", dropped)
+    next_ms = min(left_ms, default=-1)
+    return Expiry(next_ms, tuple(expired), changes if expired or dropped else None)
+
+
 async def forget_observers(term: Term, *, run_ms: int) -> int:
     """Expire silent observers at a time of the run's clock, and log them.
 
     Returns:
         Milliseconds until the next one expires; -1 where there is none.
+
+    Raises:
+        CorruptRecordError: an entry is damaged.
+        FencedError: another planner leads the run.
     """
-    next_ms, *forgotten = await _FORGET.run(term, run_ms, MOST_FORGOTTEN)
-    for name, seen, expiry_ms in zip(*[iter(forgotten)] * 3, strict=True):
+    found = Expiry(-1, (), None)
+
+    async def read() -> Mapping[bytes, bytes]:
+        return (await read_facts(term, ("HGETALL", keys.run_keys(term.run).observers)))[0]
+
+    def decide(entries: Mapping[bytes, bytes]) -> Changes | None:
+        nonlocal found
+        found = expire(entries, run_ms=run_ms, most_kept=MOST_FORGOTTEN)
+        return found.changes
+
+    await write_decision(term, read, decide)
+    for each in found.expired:
         logger.warning(
             "run %s: observer %r was silent for %g s; nothing after step %d is kept for it",
             term.run,
-            keys.decode_name(name.decode()),
-            expiry_ms / 1_000,
-            seen,
+            keys.decode_name(each.name),
+            each.expiry_ms / 1_000,
+            each.seen,
         )
-    return int(next_ms)
+    return found.next_ms

@@ -3,7 +3,7 @@
 -- the owner changes, so every script refuses a leader that lost its lease.
 --
 -- Arguments: ARGV[1] owner    ARGV[2] lease in ms
---            ARGV[3] 1: do not lead a parked run, see park_leader.lua
+--            ARGV[3] 1: do not lead a parked run, see leader_fields.py
 -- Reply:     {1 if the caller leads, else 0; the leader's epoch; the leader; ms left of its lease;
 --             where the run stays parked "<last event id> <last wake id>", else ""}
 -- Errors:    NORUN  no such run

@@ -8,7 +8,8 @@
 --              First the facts that must hold:
 --                FIELDS  field, "=" and its value, or "" where it is missing; ...
 --                PREFIX  the beginning of each value, field, ...
---                SIZE    number of the fields of a hash
+--                SIZE    HLEN or ZCARD, and the number of the fields or members of the key
+--                SCORE   member of a sorted set, its score
 --                NEWEST  id of the newest entry of a stream, "0-0" where it is empty
 --              Then commands of the server, and
 --                ENTRY   a field, which gets the id of the entry that the XADD before it has added
@@ -69,10 +70,17 @@ function FACTS.PREFIX(key, first, last)
   end
 end
 
-function FACTS.SIZE(key, first)
-  local size = redis.call('HLEN', key)
-  if size ~= tonumber(ARGV[first]) then
+function FACTS.SIZE(key, first, last)
+  local size = redis.call(ARGV[first], key)
+  if size ~= tonumber(ARGV[last]) then
     return {0, key, 'size', tostring(size)}
+  end
+end
+
+function FACTS.SCORE(key, first, last)
+  local score = redis.call('ZSCORE', key, ARGV[first])
+  if tonumber(score or 'nan') ~= tonumber(ARGV[last]) then
+    return {0, key, ARGV[first], score}
   end
 end
 

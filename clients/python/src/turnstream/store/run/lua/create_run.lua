@@ -7,7 +7,7 @@
 --                           session_ms
 --   KEYS[2] config    hash  made here: "1" -> the JSON, newest -> "1"
 --   KEYS[3] counts    hash  made here: accepted and open, both 0
---   KEYS[4] clock     hash  made here: it stands still until a planner leads, see tick_clock.lua
+--   KEYS[4] clock     hash  made here: it stands still until a planner leads, see run_clock.py
 --   KEYS[5] incarnation  string  read: number of the run that may be created; none: 1
 -- Arguments: ARGV[1] config as JSON    ARGV[2] number of this run among those of its name
 -- Reply:     the config revision, an integer; below 0, the number of the run that may be created in

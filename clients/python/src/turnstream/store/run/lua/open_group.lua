@@ -41,7 +41,7 @@
 --   KEYS[13] held     hash    trajectory id -> "r<bytes>"; made here for all samples
 --   KEYS[14] budget   hash    read: stored, planned, estimate; changed: reserved
 --   KEYS[15] clock    hash    read, where the run has such a deadline: see run_clock.lua
---   KEYS[16] leader   hash    read: parked, see park_leader.lua
+--   KEYS[16] leader   hash    read: parked, see leader_fields.py
 --   KEYS[17] prompts  hash    read: added, number -> record; changed: next, the newest number that was
 --                             opened as a group
 --   KEYS[18] tasks    hash    group name -> number of its prompt, added

@@ -1,6 +1,6 @@
 #!lua
--- Part of open_group, post_sealed, read_waits, park_leader,
--- observe and observed: the time of the run, as tick_clock.lua keeps it.
+-- Part of open_group, post_sealed, read_waits, observe and observed: the time of the run, as its leader
+-- keeps it in run_clock.py.
 --
 -- At least the time that the planner will count for now, so that no deadline fires too early; at most
 -- most_ms more, if the store's clock was set since the planner last wrote. Without a clock it is the
