@@ -141,10 +141,7 @@ def test_full_disk_refuses_writes_before_they_are_acknowledged(
     rig.join(waiting)
     _wait_for_health(rig, HealthCheckResponse.SERVING)
 
-    assert (first.kind, first.facts) == (
-        WaitKind.STORE_REFUSES_WRITES,
-        {"reason": refuses},
-    )
+    assert (first.kind, first.facts) == (WaitKind.STORE_AWAY, {"reason": refuses})
     rig.server.kill()  # acknowledged data are on the disk
     assert lost_with(small_disk, rig.history(), run=rig.run, binary=None) == []
     assert rig.count("sealed") == 4 * 2 + 16 * 2 > counts["accepted"]

@@ -93,4 +93,11 @@ def kinds(error: UnavailableError) -> list[str]:
 
 def facts(error: UnavailableError, kind: WaitKind) -> dict[str, Any]:
     """Return the facts of the first reason of a kind."""
-    return dict(next(reason.facts for reason in error.reasons if reason.kind == kind))
+    return next(
+        each for each, its in zip(all_facts(error), kinds(error), strict=True) if its == kind
+    )
+
+
+def all_facts(error: UnavailableError) -> list[dict[str, Any]]:
+    """Return the facts of each reason."""
+    return [dict(reason.facts) for reason in error.reasons]

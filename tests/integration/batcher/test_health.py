@@ -155,7 +155,7 @@ def test_every_wait_of_a_generator_on_a_full_store_says_full(full: FullStore, ho
         (flushed.value, "not_acknowledged"),
         (sealed.value, "not_acknowledged"),
         (grouped.value, WaitKind.NO_ADMISSION),
-        (tasked.value, WaitKind.NO_TASK),
+        (tasked.value, WaitKind.NOT_READY),
     ):
         reasons = error.reasons
         assert [reason.kind for reason in reasons[:2]] == [kind, "store_full"]

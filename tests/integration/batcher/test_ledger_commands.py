@@ -159,7 +159,7 @@ async def test_why_counts_no_masked_member_whose_reward_is_left_out(house, upkee
     seen = await asyncio.to_thread(send)
 
     assert (seen.num_ready, seen.num_waiting) == (0, 1)
-    assert (seen.groups[0].num_sealed, seen.groups[0].num_needed) == (1, 2)
+    assert (seen.members[0].num_sealed, seen.members[0].num_needed) == (1, 2)
 
 
 async def test_longest_hanging_trajectory_is_the_oldest_without_its_event(house):
@@ -180,8 +180,8 @@ async def test_longest_hanging_trajectory_is_the_oldest_without_its_event(house)
     waiting = await asyncio.to_thread(read_snapshot, house.client, run)
     most_s = (server_ms(house.client) - born_ms["old/1"]) / 1_000
 
-    assert [each.group_id for each in waiting.groups] == ["old/1", "young"]
-    assert least_s <= (waiting.groups[0].age_s or 0.0) <= most_s
+    assert [each.key.group_id for each in waiting.members] == ["old/1", "young"]
+    assert least_s <= (waiting.members[0].since_s or 0.0) <= most_s
 
 
 async def test_json_has_every_reason_and_the_table_counts_the_rest(house):

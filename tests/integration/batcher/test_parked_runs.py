@@ -200,7 +200,7 @@ async def test_parked_run_has_no_reason_that_names_its_planner(house: Any) -> No
     house.open_group(run, "g0", "g0/0/0")
 
     assert while_parked == []
-    assert [*no_planner(house.client, run)] == [WaitKind.NO_PLANNER] * 2
+    assert [*no_planner(house.client, run)] == [WaitKind.BATCHER_AWAY] * 2
 
 
 def no_planner(client: Any, run: str) -> Iterator[str]:
@@ -208,7 +208,7 @@ def no_planner(client: Any, run: str) -> Iterator[str]:
     waits = read_waits(client, run)
     assert waits is not None
     for reason in (*reasons(read_snapshot(client, run)), *reasons(waits)):
-        if reason.kind == WaitKind.NO_PLANNER:
+        if reason.kind == WaitKind.BATCHER_AWAY:
             yield str(reason.kind)
 
 

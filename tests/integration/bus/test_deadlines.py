@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from turnstream.batching.fold.decisions import GroupCut
-from turnstream.errors import ConflictError, NotReadyError, RejectedError, WaitKind
+from turnstream.errors import ConflictError, NotReadyError, RejectedError
 from turnstream.generator.api.work import WorkQueue
 from turnstream.generator.transport.redis_transport import RedisRequests
 from turnstream.generator.transport.store_calls import StoreCalls
@@ -236,7 +236,7 @@ async def test_one_of_many_takes_a_refill(timed: Any) -> None:
     await timed.grant("a/b", 2)
 
     async def take(writer: str) -> Refill:
-        wait = StoreWait("store", WaitKind.NO_REFILL, "no refill", wait_s=0)
+        wait = StoreWait("store", "refill", "no refill", wait_s=0)
         return await WorkQueue(writer).next_refill(
             timed.name, StoreCalls(RedisRequests(timed.client), wait)
         )

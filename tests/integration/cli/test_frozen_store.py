@@ -45,9 +45,9 @@ def test_why_gives_the_silence_of_the_store_as_the_reason(frozen_url: str) -> No
     assert time.monotonic() - began_s < LONGEST_S
     assert (shown.exit_code, told.exit_code) == (0, 0)
     address = address_of(frozen_url)
-    assert re.match(rf"store_silent: the store at {re.escape(address)} was asked \d", shown.output)
+    assert re.match(rf"store_away: the store at {re.escape(address)} was asked \d", shown.output)
     (reason,) = json.loads(told.output)["reasons"]
-    assert (reason["kind"], reason["facts"]["address"]) == (WaitKind.STORE_SILENT, address)
+    assert (reason["kind"], reason["facts"]["address"]) == (WaitKind.STORE_AWAY, address)
     assert 0.2 <= reason["facts"]["since_s"] < LONGEST_S
 
 
@@ -62,5 +62,5 @@ def test_other_reads_end_with_an_error_about_the_store(frozen_url: str, words: l
     assert time.monotonic() - began_s < LONGEST_S
     assert shown.exit_code == 1
     assert isinstance(shown.exception, StoreUnavailableError)
-    assert [reason.kind for reason in shown.exception.reasons] == [WaitKind.STORE_SILENT]
+    assert [reason.kind for reason in shown.exception.reasons] == [WaitKind.STORE_AWAY]
     assert f"the store at {address_of(frozen_url)} was asked" in str(shown.exception)

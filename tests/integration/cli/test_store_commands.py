@@ -150,7 +150,7 @@ def test_why_counts_trajectories_left_without_a_seal(url: str) -> None:
         for trajectory in group:
             trajectory.append(ids("ab"), ids("c"))
 
-    (unsealed,) = [each for each in reasons_of("maze") if each["kind"] == "member_unsealed"]
+    (unsealed,) = [each for each in reasons_of("maze") if each["kind"] == "no_signal"]
 
     assert unsealed["facts"] == {"trajectories": 3}
 
@@ -161,8 +161,8 @@ def test_why_reports_an_idle_and_a_finished_run(url: str) -> None:
         idle = reasons_of("maze")
         close_run(client, "maze")
 
-    assert [each["kind"] for each in idle] == ["no_planner", "out_of_data"]
-    assert [each["kind"] for each in reasons_of("maze")] == ["run_finished"]
+    assert [each["kind"] for each in idle] == ["batcher_away", "too_few_ready"]
+    assert [each["kind"] for each in reasons_of("maze")] == ["run_closed"]
 
 
 def test_evals_prints_a_line_for_each_version(url: str) -> None:

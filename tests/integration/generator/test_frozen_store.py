@@ -42,11 +42,11 @@ BOTH = pytest.mark.parametrize("kind", [Publisher, AsyncPublisher])
 LONGEST_S = 20.0
 """Far above any deadline here, on a machine that is busy, and far below the socket's timeout."""
 
-SILENT = [WaitKind.STORE_SILENT]
-UNACKNOWLEDGED = [WaitKind.NOT_ACKNOWLEDGED, WaitKind.STORE_SILENT]
+SILENT = [WaitKind.STORE_AWAY]
+UNACKNOWLEDGED = [WaitKind.NOT_ACKNOWLEDGED, WaitKind.STORE_AWAY]
 EXPECTED = {
-    "next_task": [WaitKind.NO_TASK, WaitKind.STORE_SILENT],
-    "next_refill": [WaitKind.NO_REFILL, WaitKind.STORE_SILENT],
+    "next_task": [WaitKind.NOT_READY, WaitKind.STORE_AWAY],
+    "next_refill": [WaitKind.NOT_READY, WaitKind.STORE_AWAY],
     "lapsed": SILENT,
     "adopt": SILENT,
     "group": UNACKNOWLEDGED,
@@ -193,7 +193,7 @@ async def test_every_wait_on_a_silent_store_ends_by_its_deadline(
     assert {name: kinds(error) for name, error in errors.items()} == EXPECTED
     for error in found:
         assert type(error) is StoreUnavailableError
-        silent = facts(error, WaitKind.STORE_SILENT)
+        silent = facts(error, WaitKind.STORE_AWAY)
         assert silent["address"] == address_of(own_store.url)
         assert TIMEOUT_S <= silent["since_s"] < LONGEST_S
     assert facts(errors["seal"], WaitKind.NOT_ACKNOWLEDGED)["group"] == "seal"
@@ -213,7 +213,7 @@ async def test_waits_with_their_own_deadline_end_before_the_store_counts_as_away
         receipt = await append(episode, "abc", "d")
 
         async def is_sent() -> bool:
-            return WaitKind.STORE_SILENT in kinds(await ended(partial(receipt.result, 0)))
+            return WaitKind.STORE_AWAY in kinds(await ended(partial(receipt.result, 0)))
 
         await wait_until_async(is_sent, describe="a round in flight")
         errors = [
@@ -232,10 +232,10 @@ async def test_waits_with_their_own_deadline_end_before_the_store_counts_as_away
     ]
     assert {error.retry_after_s for error in errors} == {None}  # the deadlines were the caller's
     assert [kinds(error)[0] for error in errors] == [
-        *(WaitKind.NOT_ACKNOWLEDGED, WaitKind.NOT_ACKNOWLEDGED, WaitKind.NOT_ON_DISK),
-        *(WaitKind.NO_VERSION, WaitKind.NOT_ACKNOWLEDGED),
+        *(WaitKind.NOT_ACKNOWLEDGED, WaitKind.NOT_ACKNOWLEDGED, WaitKind.NOT_READY),
+        *(WaitKind.NOT_READY, WaitKind.NOT_ACKNOWLEDGED),
     ]
-    assert all(WaitKind.STORE_SILENT in kinds(error) for error in errors)
+    assert all(WaitKind.STORE_AWAY in kinds(error) for error in errors)
 
 
 @BOTH
@@ -256,7 +256,7 @@ async def test_admission_wait_ends_by_its_deadline_on_a_silent_store(
         first.abandon("over")
 
     assert type(error) is NotReadyError
-    assert kinds(error)[:2] == [WaitKind.NO_ADMISSION, WaitKind.STORE_SILENT]
+    assert kinds(error)[:2] == [WaitKind.NO_ADMISSION, WaitKind.STORE_AWAY]
     assert "1 groups are live, 1 are allowed" in error.reasons[0].sentence
     assert 1.0 <= facts(error, WaitKind.NO_ADMISSION)["waited_s"] < LONGEST_S
 
@@ -279,7 +279,7 @@ async def test_task_requested_from_a_silent_store_is_returned_next(
         error = await ended(partial(publisher.next_task, 0.01))
 
     assert (first.prompt_uid, second.prompt_uid) == ("a", "b")
-    assert kinds(error)[0] == WaitKind.NO_TASK
+    assert kinds(error)[0] == WaitKind.NOT_READY
 
 
 def write(task: Any) -> None:
@@ -299,5 +299,5 @@ async def test_last_answer_of_a_silent_store_is_reported(
 
     assert type(error) is StoreUnavailableError
     assert "the run was given no prompt" in error.reasons[0].sentence
-    assert facts(error, WaitKind.NO_TASK)["told_s"] > 0
+    assert facts(error, WaitKind.NOT_READY)["told_s"] > 0
     assert error.message.startswith(f"run {run!r}: no task: the store at ")

@@ -293,7 +293,7 @@ def test_reasons_are_those_of_the_command_line(
     def expected_kinds() -> list[str]:
         return [each["kind"] for each in read_reasons(own_store.url, run.name)["reasons"]]
 
-    wait_until(lambda: "no_planner" not in expected_kinds(), describe="the planner of the run")
+    wait_until(lambda: "batcher_away" not in expected_kinds(), describe="the planner of the run")
     content = api.get(f"runs/{run.name}/waits")
 
     assert [each["kind"] for each in content["reasons"]] == expected_kinds()

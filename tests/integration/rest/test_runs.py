@@ -257,7 +257,7 @@ def test_request_without_a_task_says_why_and_when_to_retry(api: RestApi, run: st
 
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
     assert response.json()["reasons"][0] == {
-        "kind": "no_task",
+        "kind": "not_ready",
         "sentence": "the run was given no prompt",
     }
     api.post(f"runs/{run}/close")

@@ -141,7 +141,7 @@ async def test_wait_reasons_have_the_kinds_of_turnstream_why(house: House) -> No
 
     await testkit.wait_until_async(are_equal, describe="the same kinds")
     found = await scrape()
-    assert "member_lapsed" in kinds(found, starved)
+    assert "generator_gone" in kinds(found, starved)
     assert "trainer_not_stepped" in kinds(found, full)
 
 

@@ -223,7 +223,7 @@ def test_silent_store_keeps_a_stream_at_its_replica(pair: Pair) -> None:
         pair.publish(run, "g2")
         second = next(stream)
 
-    assert error.reasons[-1].kind == WaitKind.STORE_SILENT
+    assert error.reasons[-1].kind == WaitKind.STORE_AWAY
     assert num_elsewhere == num_before
     assert second.info.step == 2
 

@@ -24,7 +24,7 @@ from turnstream.generator import Publisher
 from turnstream.records.statuses import error_to_status
 from turnstream.store.client.connection import address_of
 from turnstream.store.run.runs import create_run
-from turnstream.store.waits.awaited import store_silent
+from turnstream.store.waits.awaited import store_away
 from turnstream.worker import BatchStream, ObserverStream
 from turnstream_server.batcher.serving import calls
 from turnstream_server.embedded import EmbeddedServer
@@ -102,13 +102,18 @@ def test_waits_of_a_trainer_name_a_silent_store(
         with frozen(server.pid):
             stepped, batch = all_awaited(
                 [
-                    (stream.stepped, (WaitKind.NOT_ACKNOWLEDGED, WaitKind.STORE_SILENT)),
-                    (lambda: next(stream), (WaitKind.NO_BATCH, WaitKind.STORE_SILENT)),
+                    (stream.stepped, (WaitKind.NOT_ACKNOWLEDGED, WaitKind.STORE_AWAY)),
+                    (lambda: next(stream), (WaitKind.NOT_READY, WaitKind.STORE_AWAY)),
                 ]
             )
 
     assert stepped.reasons[0].facts["call"] == "step 1 as stepped"
-    assert batch.reasons[0].facts == {"run": RUN, "step": 2, "waited_s": TIMEOUT_S}
+    assert batch.reasons[0].facts == {
+        "awaited": "batch",
+        "run": RUN,
+        "step": 2,
+        "waited_s": TIMEOUT_S,
+    }
     for error in (stepped, batch):
         assert error.reasons[1].facts["address"] == address_of(url)
 
@@ -137,11 +142,11 @@ def test_waits_of_a_worker_name_a_silent_batcher(
             ),
         }
 
-        silent = (WaitKind.NOT_ACKNOWLEDGED, WaitKind.BATCHER_SILENT)
+        silent = (WaitKind.NOT_ACKNOWLEDGED, WaitKind.BATCHER_AWAY)
         with frozen(pid):
             _, *found = all_awaited(
                 [
-                    (lambda: next(stream), (WaitKind.NO_BATCH, WaitKind.BATCHER_SILENT)),
+                    (lambda: next(stream), (WaitKind.NOT_READY, WaitKind.BATCHER_AWAY)),
                     *((call, silent) for call in calls.values()),
                 ]
             )
@@ -158,7 +163,7 @@ def test_waits_of_a_worker_name_a_silent_batcher(
 
 
 @pytest.mark.parametrize(
-    ("answers_after_s", "kind"), [(1.6, WaitKind.STORE_SILENT), (0.2, WaitKind.BATCHER_SILENT)]
+    ("answers_after_s", "kind"), [(1.6, WaitKind.STORE_AWAY), (0.2, WaitKind.BATCHER_AWAY)]
 )
 def test_short_last_attempt_does_not_replace_an_earlier_reason(
     batcher: Any,
@@ -168,7 +173,7 @@ def test_short_last_attempt_does_not_replace_an_earlier_reason(
     kind: WaitKind,
 ) -> None:
     # A batcher that had just reported a silent store was itself reported as silent.
-    store_is_silent = StoreUnavailableError("", [store_silent(address="here", since_s=7.0)])
+    store_is_silent = StoreUnavailableError("", [store_away(address="here", since_s=7.0)])
     num_calls, may_end = itertools.count(1), threading.Event()
 
     def refuse(context: Any) -> None:

@@ -43,7 +43,7 @@ def test_missing_batcher_is_reported_at_the_deadline(batcher: Any, retried: Any)
         retried(lambda: next(stream))
         batcher.stop()
         calls = {
-            "no_batch": lambda: next(stream),
+            "not_ready": lambda: next(stream),
             "not_acknowledged": stream.stepped,
         }
 
@@ -296,7 +296,7 @@ def test_silent_batcher_is_reported_at_the_deadline(batcher: Any, num_messages: 
     with batcher.stream(timeout_s=2.0) as stream:
         with pytest.raises(BatcherUnavailableError) as caught:
             next(stream)
-        assert [reason.kind for reason in caught.value.reasons] == ["no_batch", "batcher_silent"]
+        assert [reason.kind for reason in caught.value.reasons] == ["not_ready", "batcher_away"]
         assert texts(next(stream)) == ["abC"]  # the silent Get was ended and repeated
     released.set()
 

@@ -272,7 +272,7 @@ def test_writes_fail_with_reasons_after_a_long_silence() -> None:
     errors = [next(iter(receipt.errors.values())) for receipt in receipts]
     for error, lane in zip(errors, (one, other), strict=True):
         assert isinstance(error, StoreUnavailableError)
-        assert [reason.kind for reason in error.reasons] == ["not_acknowledged", "store_silent"]
+        assert [reason.kind for reason in error.reasons] == ["not_acknowledged", "store_away"]
         assert error.reasons[0].facts["sample"] == lane.key.sample
         assert error.reasons[1].facts == {"address": "10.0.0.7:6379", "since_s": 10.5}
     assert driver.outbox.is_idle
@@ -304,4 +304,4 @@ def test_outage_counts_from_the_unanswered_round() -> None:
     with pytest.raises(StoreUnavailableError, match="took no writes for 40 s") as caught:
         receipt.raise_error()
     silent = caught.value.reasons[-1]
-    assert (silent.kind, silent.facts["since_s"]) == ("store_silent", pytest.approx(40.0, abs=0.1))
+    assert (silent.kind, silent.facts["since_s"]) == ("store_away", pytest.approx(40.0, abs=0.1))

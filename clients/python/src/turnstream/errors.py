@@ -137,56 +137,34 @@ class UnknownFormatError(RecordError):
 
 
 class WaitKind(StrEnum):
-    """Reasons for a wait: first the awaited things, then the obstacles, by importance."""
+    """Reasons for a wait, one for each remedy: see docs/waits.md."""
 
     NO_ADMISSION = "no_admission"
-    NO_TASK = "no_task"
-    NO_REFILL = "no_refill"
-    NO_VERSION = "no_version"
-    NO_BATCH = "no_batch"
-    NO_SPACE = "no_space"
+    NOT_READY = "not_ready"
     NOT_ACKNOWLEDGED = "not_acknowledged"
-    NOT_ON_DISK = "not_on_disk"
     STORE_AWAY = "store_away"
-    STORE_SILENT = "store_silent"
-    BATCHER_AWAY = "batcher_away"
-    BATCHER_SILENT = "batcher_silent"
-    RUN_FINISHED = "run_finished"
     STORE_FULL = "store_full"
-    STORE_REFUSES_WRITES = "store_refuses_writes"
+    BATCHER_AWAY = "batcher_away"
+    RUN_CLOSED = "run_closed"
     RUN_PAUSED = "run_paused"
     PAYLOAD_DAMAGED = "payload_damaged"
-    NO_PLANNER = "no_planner"
     PLANNING_FAILS = "planning_fails"
     TRAINER_NOT_STEPPED = "trainer_not_stepped"
-    PROMPTS_EXHAUSTED = "prompts_exhausted"
-    OUT_OF_DATA = "out_of_data"
     TOO_FEW_READY = "too_few_ready"
     GENERATOR_GONE = "generator_gone"
-    MEMBER_LAPSED = "member_lapsed"
-    PASS_RATE_LOW = "pass_rate_low"  # noqa: S105 - a share of groups, no password
     NO_SIGNAL = "no_signal"
-    MEMBER_UNSEALED = "member_unsealed"
-    REWARD_AWAITED = "reward_awaited"
-    REFILL_OPEN = "refill_open"
-    MEMBER_NOT_STARTED = "member_not_started"
     MEMBER_OPEN = "member_open"
-    WEIGHTS_NOT_ANNOUNCED = "weights_not_announced"
     OUT_OF_CAPACITY = "out_of_capacity"
     RELEASE_FAILS = "release_fails"
     OUT_OF_BYTES = "out_of_bytes"
-    BUDGET_TOO_SMALL = "budget_too_small"
     NOTHING_WRONG = "nothing_wrong"
-    DEAD_LETTERS = "dead_letters"
-    OBSERVER_BEHIND = "observer_behind"
-    RUN_CLOSED = "run_closed"
 
 
 class WaitReason(NamedTuple):
     """A reason why a wait timed out.
 
     Attributes:
-        kind: a WaitKind; a newer release may send others.
+        kind: a WaitKind; another release may send others.
         sentence: for people.
         facts: values in the sentence, by name: group, sample, writer, number of seconds.
     """

@@ -23,7 +23,7 @@ from turnstream.errors import (
 from turnstream.records.statuses import error_to_status
 from turnstream.store.client.cancellation import cancel_all
 from turnstream.store.client.connection import address_of_client, connect
-from turnstream.store.waits.awaited import store_silent
+from turnstream.store.waits.awaited import store_away
 from turnstream.store.waits.bounded_call import unanswered
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
@@ -150,7 +150,7 @@ async def bounded_by_store(
         async with asyncio.timeout(within_s):
             yield
     except TimeoutError as error:
-        silent = store_silent(address=address, since_s=time.monotonic() - began_s)
+        silent = store_away(address=address, since_s=time.monotonic() - began_s)
         raise StoreUnavailableError(silent.sentence, [silent]) from error
     except StoreUnavailableError as error:
         since_s = time.monotonic() - began_s

@@ -109,8 +109,8 @@ def read_kept(client: redis.Redis, run: str) -> KeptDeadLetters | None:
         return None
     shown, newest = max(named, key=lambda each: each[1].since_ms)
     return KeptDeadLetters(
-        num_trajectories=len(kept.trajectories),
-        num_events=len(kept.events),
+        trajectories=len(kept.trajectories),
+        events=len(kept.events),
         newest=shown,
         reason=newest.reason,
     )

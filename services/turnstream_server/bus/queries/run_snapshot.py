@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
@@ -22,11 +22,11 @@ from turnstream.store.waits.read_waits import parse_waits, waits_command
 from turnstream.store.waits.wait_reasons import UNSEALED
 from turnstream.store.waits.wait_snapshot import (
     MAX_NAMED,
-    AwaitedReward,
-    OpenMember,
-    WaitingGroup,
+    MemberState,
+    WaitingMember,
     WaitSnapshot,
     lapsed_writers,
+    open_member,
 )
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey, TrajectoryState
 from turnstream_server.bus.admin.dead_letters import read_kept
@@ -75,7 +75,10 @@ def read_snapshot(client: redis.Redis, run: str) -> WaitSnapshot:
         is_scanned=True,
         num_ready=len(groups) - len(waiting),
         num_waiting=len(waiting),
-        groups=tuple(_waiting_group(name, waiting[name], times) for name in oldest),
+        members=(
+            *(each for name in oldest for each in _members(name, waiting[name], times)),
+            *(each for each in snapshot.members if each.state is MemberState.GRANTED),
+        ),
         lapsed_writers=lapsed_writers(
             member for group in groups.values() for member in _open_members(group, times)
         ),
@@ -312,31 +315,32 @@ def _scores(client: redis.Redis, name: str, members: list[str]) -> dict[str, int
     return found
 
 
-def _waiting_group(name: str, group: _Group, times: _Times) -> WaitingGroup:
-    """Return a waiting group with a limited number of its members."""
-    return WaitingGroup(
-        group_id=name,
-        age_s=times.ago_s(name),
-        num_sealed=len(group.sealed),
-        num_needed=group.num_needed,
-        deadline_left_s=times.left_s(_group_deadline(name)),
-        open_members=tuple(_open_members(group, times)[:MAX_NAMED]),
-        awaited=tuple(
-            AwaitedReward(
-                key=key,
-                since_s=times.ago_s(key),
-                deadline_left_s=times.left_s(_reward_deadline(key)),
-            )
-            for key in sorted(group.awaited)[:MAX_NAMED]
-        ),
-        not_started=tuple(group.not_started[:MAX_NAMED]),
-    )
+def _members(name: str, group: _Group, times: _Times) -> Iterator[WaitingMember]:
+    """Yield the samples that a group waits for, a limited number of each state."""
+    unrewarded = [
+        WaitingMember(key=key, state=MemberState.UNREWARDED)
+        for key in sorted(group.awaited)[:MAX_NAMED]
+    ]
+    not_started = [
+        WaitingMember(key=TrajectoryKey(name, sample), state=MemberState.NOT_STARTED)
+        for sample in group.not_started[:MAX_NAMED]
+    ]
+    for each in (*_open_members(group, times)[:MAX_NAMED], *unrewarded, *not_started):
+        is_sealed = each.state is MemberState.UNREWARDED
+        deadline = _reward_deadline(each.key) if is_sealed else _group_deadline(name)
+        yield replace(
+            each,
+            since_s=times.ago_s(each.key if is_sealed else name),
+            deadline_left_s=times.left_s(deadline),
+            num_sealed=len(group.sealed),
+            num_needed=group.num_needed,
+        )
 
 
-def _open_members(group: _Group, times: _Times) -> list[OpenMember]:
+def _open_members(group: _Group, times: _Times) -> list[WaitingMember]:
     """Return the members of a group that have a lease, the longest lapsed first."""
     members = [
-        OpenMember(key=key, writer=writer, lease_left_s=(end_ms - times.now_ms) / 1_000)
+        open_member(key, writer, left_ms=end_ms - times.now_ms)
         for key, writer in group.open
         if (end_ms := times.leases.get(key.trajectory_id)) is not None
     ]

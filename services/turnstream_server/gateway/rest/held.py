@@ -9,7 +9,6 @@ from typing import Annotated, Any, Final, TypeVar
 from fastapi import HTTPException, Request
 from pydantic import Field
 
-from turnstream.errors import WaitKind
 from turnstream.generator.transport.redis_transport import RedisRequests
 from turnstream.generator.transport.store_calls import StoreCalls
 from turnstream.store.client import keys
@@ -47,11 +46,11 @@ class HeldRequests(RedisRequests):
         await self._streams.wait({keys.run_keys(run).wake: wake_id}, timeout_s=timeout_s)
 
 
-def held_calls(gateway: Gateway, kind: WaitKind, what: str, *, wait_s: float) -> StoreCalls:
+def held_calls(gateway: Gateway, awaited: str, what: str, *, wait_s: float) -> StoreCalls:
     """Return the calls of a wait; `what` names the awaited thing, as in "run 'maze': no task"."""
     clock = asyncio.get_running_loop().time
     address = address_of_client(gateway.client)
-    wait = StoreWait(address, kind, what, wait_s=wait_s, clock=clock)
+    wait = StoreWait(address, awaited, what, wait_s=wait_s, clock=clock)
     return StoreCalls(HeldRequests(gateway), wait)
 
 

@@ -20,14 +20,13 @@ from turnstream.errors import (
     RejectedError,
     TurnstreamError,
     UnavailableError,
-    WaitKind,
     WaitReason,
 )
 from turnstream.records.statuses import status_to_error
 from turnstream.store.client.backoff import pause_after
 from turnstream.store.client.own_process import OwnProcess
 from turnstream.store.run.batchers import Target
-from turnstream.store.waits.sentences import wait_reason
+from turnstream.store.waits.awaited import batcher_away, not_acknowledged
 from turnstream.store.waits.wait_warnings import WaitWarnings
 from turnstream.types.names import checked_setting
 from turnstream.wire.v1 import batches_pb2 as wire
@@ -296,8 +295,7 @@ class BatcherCalls:
             if delay_s is None or now_s + delay_s + least_s >= deadline_s:
                 if not isinstance(error, UnavailableError):
                     raise error
-                facts = {"call": what, "waited_s": now_s - began_s}
-                wanted = wait_reason(WaitKind.NOT_ACKNOWLEDGED, facts)
+                wanted = not_acknowledged(what, waited_s=now_s - began_s)
                 why = reasons_of(error, target=self.target, since_s=now_s - answered_s)
                 raise type(error)(error.message, [wanted, *why]) from error
             if warnings.is_due(now_s - began_s):
@@ -330,11 +328,9 @@ def reasons_of(error: TurnstreamError, *, target: str, since_s: float) -> list[W
     """
     if isinstance(error, UnavailableError) and error.reasons:
         return list(error.reasons)
-    facts = {"address": target, "since_s": since_s}
     cause = error.__cause__
-    if isinstance(cause, grpc.RpcError) and cast("grpc.Call", cause).code() in _SILENT:
-        return [wait_reason(WaitKind.BATCHER_SILENT, facts)]
-    return [wait_reason(WaitKind.BATCHER_AWAY, {**facts, "why": str(error)})]
+    is_silent = isinstance(cause, grpc.RpcError) and cast("grpc.Call", cause).code() in _SILENT
+    return [batcher_away(address=target, since_s=since_s, why=None if is_silent else str(error))]
 
 
 def retry_delay_s(error: TurnstreamError, *, num_failures: int) -> float | None:

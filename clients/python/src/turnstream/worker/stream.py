@@ -29,11 +29,10 @@ from turnstream.errors import (
     RunNotFoundError,
     StoreBehindError,
     UnavailableError,
-    WaitKind,
 )
 from turnstream.records.configs import decode_config
 from turnstream.store.run.batchers import Target
-from turnstream.store.waits.sentences import wait_reason
+from turnstream.store.waits.awaited import batcher_away, not_ready
 from turnstream.store.waits.wait_warnings import WaitWarnings
 from turnstream.types import MiniBatchInfo, RecoveryToken
 from turnstream.wire.v1.batches_pb2 import ObserveReply, StartReply
@@ -129,17 +128,17 @@ class MiniBatches:
         """Return the error for a mini-batch that did not come within the time."""
         progress, run, target = self._prefetcher.progress, self._calls.run, self._calls.target
         waited = f"step {progress.step} of run {run!r} did not come within {round(waited_s, 1):g} s"
-        facts = {"run": run, "step": progress.step, "waited_s": waited_s}
-        wanted = wait_reason(WaitKind.NO_BATCH, facts)
+        why = f"step {progress.step} of run {run} was waited for {waited_s:.0f} s"
+        wanted = not_ready("batch", why, run=run, step=progress.step, waited_s=waited_s)
         silent_s = time.monotonic() - progress.answered_s
         error = progress.error
         if isinstance(error, NotReadyError) and silent_s <= self._poll_s + SILENT_S:
             return NotReadyError(f"{waited}: {error}", [wanted, *error.reasons])
         if error is None or isinstance(error, NotReadyError):
-            silent = wait_reason(WaitKind.BATCHER_SILENT, {"address": target, "since_s": silent_s})
+            silent = batcher_away(address=target, since_s=silent_s)
             error = BatcherUnavailableError(f"{target} has not answered", [silent])
-        why = reasons_of(error, target=target, since_s=silent_s)
-        return BatcherUnavailableError(f"{waited}: {error}", [wanted, *why])
+        causes = reasons_of(error, target=target, since_s=silent_s)
+        return BatcherUnavailableError(f"{waited}: {error}", [wanted, *causes])
 
     def _end_stalled_get(self, *, since_s: float) -> float:
         """End a Get without an answer for its wait and 10 s; return the seconds until then.

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from turnstream.errors import NotReadyError, WaitKind
+from turnstream.errors import NotReadyError
 from turnstream.generator.api.work import WorkQueue
 from turnstream.generator.encode.group_checks import checked_key, checked_name
 from turnstream.store.client import keys
@@ -94,9 +94,7 @@ async def post_task(request: Request, call: Call, body: Wait | None = None) -> A
     wait_s = 0.0 if body is None else body.wait_s
     run, writer = await find_run_async(call.caller.client, call.run), call.writer_name
     _, config = await read_config_async(call.caller.client, run)
-    calls = held_calls(
-        call.caller.gateway, WaitKind.NO_TASK, f"run {run!r}: no task", wait_s=wait_s
-    )
+    calls = held_calls(call.caller.gateway, "task", f"run {run!r}: no task", wait_s=wait_s)
     queue = _queue(writer)
     taking = queue.next_task(run, calls, adopt=lambda taken: sorted(taken.epochs))
     found = await _ready(while_connected(request, taking))
@@ -116,7 +114,7 @@ async def post_refill(request: Request, call: Call, body: Wait | None = None) ->
     run, writer = await find_run_async(call.caller.client, call.run), call.writer_name
     _, config = await read_config_async(call.caller.client, run)
     what = f"run {run!r}: no sample was to be tried again"
-    calls = held_calls(call.caller.gateway, WaitKind.NO_REFILL, what, wait_s=wait_s)
+    calls = held_calls(call.caller.gateway, "refill", what, wait_s=wait_s)
     found = await _ready(while_connected(request, _queue(writer).next_refill(run, calls)))
     if isinstance(found, Response):
         return found

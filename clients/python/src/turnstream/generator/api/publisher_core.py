@@ -19,7 +19,6 @@ from turnstream.errors import (
     InvalidTurnError,
     NotReadyError,
     TurnstreamError,
-    WaitKind,
 )
 from turnstream.generator.api.adoption import Reopened, adopt_trajectory, adopt_unfinished
 from turnstream.generator.api.group_writers import GroupWriterBase
@@ -209,14 +208,14 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         return self._writer_kind(self._sender, self._outbox, group, key, lane, stored)
 
     def _calls(
-        self, what: str, kind: WaitKind | None = None, wait_s: float | None = None
+        self, what: str, awaited: str | None = None, wait_s: float | None = None
     ) -> StoreCalls:
         """Return the calls of a wait; without a deadline of its own it has the publisher's."""
         self._sender.check_caller()
         wait_s = self._outbox.timeout_s if wait_s is None else wait_s
         clock = asyncio.get_running_loop().time
         what = f"run {self._outbox.run!r}: {what}"
-        wait = StoreWait(self._address, kind, what, wait_s=wait_s, clock=clock)
+        wait = StoreWait(self._address, awaited, what, wait_s=wait_s, clock=clock)
         return StoreCalls(self._transport, wait)
 
     async def _found(self, calls: StoreCalls) -> str:
@@ -286,12 +285,12 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
 
     async def _next_refill(self, timeout_s: float) -> Refill:
         timeout_s = seconds(timeout_s, field="timeout_s")
-        calls = self._calls("no sample was to be tried again", WaitKind.NO_REFILL, timeout_s)
+        calls = self._calls("no sample was to be tried again", "refill", timeout_s)
         return await self._work.next_refill(await self._found(calls), calls)
 
     async def _next_task(self, wait_s: float) -> tuple[OfferedTask, list[_Writer]]:
         self._sender.require_open()
-        calls = self._calls("no task", WaitKind.NO_TASK, seconds(wait_s, field="wait_s"))
+        calls = self._calls("no task", "task", seconds(wait_s, field="wait_s"))
         run = await self._found(calls)
         return await self._work.next_task(run, calls, adopt=self._writers_of)
 

@@ -8,7 +8,7 @@ from turnstream.errors import WaitReason
 from turnstream.store.client.backoff import pause_after
 from turnstream.store.client.deadlines import ANSWER_S
 from turnstream.store.client.replies import FULL
-from turnstream.store.waits.awaited import store_away, store_full, store_silent
+from turnstream.store.waits.awaited import store_away, store_full
 from turnstream.store.waits.wait_snapshot import WaitSnapshot
 
 
@@ -125,9 +125,9 @@ class Outage:
         elif away_s is not None and self.is_full:
             found.append(store_full(waits, address=self._address, since_s=away_s))
         elif away_s is not None:
-            found.append(store_away(self._trouble, address=self._address, since_s=away_s))
+            found.append(store_away(address=self._address, since_s=away_s, why=self._trouble))
         if silent_s is not None:
-            found.append(store_silent(address=self._address, since_s=silent_s))
+            found.append(store_away(address=self._address, since_s=silent_s))
         return found
 
 

@@ -17,7 +17,8 @@ from turnstream.generator.outbox.receipts import Delivery
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
 from turnstream.generator.outbox.trajectory_queue import Admission, Lane
 from turnstream.store.client.replies import RETRY_AFTER_S
-from turnstream.store.waits.awaited import admission_awaited
+from turnstream.store.waits.awaited import admission_awaited, not_ready
+from turnstream.store.waits.wait_reasons import Fact, wait_reason
 from turnstream.store.waits.wait_warnings import WaitWarnings
 
 
@@ -59,20 +60,20 @@ class WaitMessages:
         return self._outage.why(now_s, self._admissions.waits)
 
     def no_space(self, now_s: float) -> list[WaitReason]:
-        """Why nothing more may be accepted."""
+        """Return why nothing more may be accepted."""
         inflight = self._tracker.inflight
-        reason = no_space(
-            inflight.inflight_bytes,
+        full = no_space(
+            inflight_bytes=inflight.inflight_bytes,
             unadmitted_bytes=inflight.unadmitted_bytes,
             max_inflight_bytes=inflight.max_inflight_bytes,
         )
-        return [reason, *self.waiting(now_s)]
+        return [full, *self.waiting(now_s)]
 
     def not_on_disk(self, now_s: float) -> list[WaitReason]:
-        """Why something that was acknowledged may still be lost."""
-        resend_buffer = self._tracker.resend_buffer
-        left_s = resend_buffer.pause_s(now_s)
-        found = [] if left_s is None else [not_on_disk(left_s=left_s, keep_s=resend_buffer.keep_s)]
+        """Return why something that was acknowledged may still be lost."""
+        buffer = self._tracker.resend_buffer
+        left_s = buffer.pause_s(now_s)
+        found = [] if left_s is None else [not_on_disk(left_s=left_s, keep_s=buffer.keep_s)]
         return [*found, *self.waiting(now_s)]
 
     def errors_of_failed(
@@ -135,39 +136,33 @@ def _of_failed(
     what: Lane | Admission | str, *, silent_s: float | None, now_s: float
 ) -> list[WaitReason]:
     """Return the reason for a failed trajectory, waiting group, or named call."""
-    match what:
-        case Lane():
-            return of_writes([what], None, silent_s=silent_s)
-        case Admission(group=group, since_s=None):
-            sentence = f"group {group.group_id} has asked for admission, and was not answered"
-            facts = {"group": group.group_id, "samples": group.num_samples}
-            return [WaitReason(WaitKind.NOT_ACKNOWLEDGED, sentence, facts)]
-        case Admission(group=group, reason=reason, since_s=since_s):
-            return [admission_awaited(group, reason, waited_s=now_s - (since_s or now_s))]
-        case str():
-            sentence = f"{what} is not acknowledged"
-            return [WaitReason(WaitKind.NOT_ACKNOWLEDGED, sentence, {"call": what})]
+    facts: dict[str, Fact] = {"call": what} if isinstance(what, str) else {}
+    sentence = f"{what} is not acknowledged"
+    if isinstance(what, Lane):
+        return of_writes([what], None, silent_s=silent_s)
+    if isinstance(what, Admission):
+        group, since_s = what.group, what.since_s
+        if since_s is not None:
+            return [admission_awaited(group, what.reason, waited_s=now_s - (since_s or now_s))]
+        facts = {"group": group.group_id, "samples": group.num_samples}
+        sentence = f"group {group.group_id} has asked for admission, and was not answered"
+    return [WaitReason(WaitKind.NOT_ACKNOWLEDGED, sentence, facts)]
 
 
-def no_space(inflight_bytes: int, *, unadmitted_bytes: int, max_inflight_bytes: int) -> WaitReason:
-    """Return the reason for a lack of space."""
-    return WaitReason(
-        WaitKind.NO_SPACE,
-        f"{inflight_bytes + unadmitted_bytes:,} bytes are not acknowledged, {unadmitted_bytes:,} "
-        f"of them of groups that wait for admission; max_inflight_bytes is {max_inflight_bytes:,}",
-        {
-            "inflight_bytes": inflight_bytes,
-            "unadmitted_bytes": unadmitted_bytes,
-            "max_inflight_bytes": max_inflight_bytes,
-        },
+def no_space(**facts: int) -> WaitReason:
+    """Return the lack of space from inflight_bytes, unadmitted_bytes, and max_inflight_bytes."""
+    text = (
+        "{bytes:,} bytes are not acknowledged, {unadmitted_bytes:,} of them of groups that wait "
+        "for admission; max_inflight_bytes is {max_inflight_bytes:,}"
     )
+    num_bytes = facts["inflight_bytes"] + facts["unadmitted_bytes"]
+    return wait_reason(WaitKind.NOT_ACKNOWLEDGED, text, facts, bytes=num_bytes)
 
 
 def not_on_disk(*, left_s: float, keep_s: float) -> WaitReason:
-    """The store may still lose what it has acknowledged."""
-    return WaitReason(
-        WaitKind.NOT_ON_DISK,
+    """Return that the store may still lose what it has acknowledged."""
+    why = (
         f"what was acknowledged {max(0.0, keep_s - left_s):.1f} s ago is on disk when the store "
-        f"still answers {keep_s:g} s after it, in {left_s:.1f} s",
-        {"left_s": left_s, "keep_s": keep_s},
+        f"still answers {keep_s:g} s after it, in {left_s:.1f} s"
     )
+    return not_ready("disk", why, left_s=left_s, keep_s=keep_s)

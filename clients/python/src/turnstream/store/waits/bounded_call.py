@@ -14,13 +14,12 @@ from turnstream.errors import (
     StoreFullError,
     StoreUnavailableError,
     UnavailableError,
-    WaitKind,
     WaitReason,
 )
 from turnstream.store.client.connection import MAX_BLOCK_S, limited_client
 from turnstream.store.client.deadlines import ANSWER_S, is_silence
 from turnstream.store.client.replies import translating
-from turnstream.store.waits.awaited import store_away, store_full, store_silent
+from turnstream.store.waits.awaited import not_ready, store_away, store_full
 from turnstream.store.waits.read_waits import read_waits
 from turnstream.store.waits.wait_snapshot import WaitSnapshot
 
@@ -32,7 +31,7 @@ class StoreWait:
 
     Args:
         address: address of the store, for messages.
-        kind: the awaited thing, for programs; None for a call without a wait.
+        awaited: the awaited thing, for programs: "task"; None for a call without a wait.
         what: the same for people, as in "run 'maze': no task".
         wait_s: length of the wait. A call that was sent before the deadline has ANSWER_S more for
             its answer.
@@ -42,14 +41,14 @@ class StoreWait:
     def __init__(
         self,
         address: str,
-        kind: WaitKind | None,
+        awaited: str | None,
         what: str,
         *,
         wait_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._address = address
-        self._kind = kind
+        self._awaited = awaited
         self._what = what
         self.wait_s = wait_s
         self._clock = clock
@@ -121,13 +120,13 @@ class StoreWait:
         now_s = self._clock()
         reasons = [unanswered(error, address=self._address, since_s=now_s - sent_s)]
         message = f"{self._what}: {reasons[0].sentence}"
-        if self._kind is not None:
+        if self._awaited is not None:
             why, told_s = "the store has said nothing of it", None
             if self._last_answer is not None:
                 told_s = now_s - self._last_answer[1]
                 why = f"the store said {told_s:.1f} s ago: {self._last_answer[0]}"
-            facts = {"waited_s": now_s - self._since_s, "told_s": told_s}
-            reasons.insert(0, WaitReason(self._kind, why, facts))
+            waited_s = now_s - self._since_s
+            reasons.insert(0, not_ready(self._awaited, why, waited_s=waited_s, told_s=told_s))
         return type(error)(message, reasons, error.retry_after_s if self._left_s > 0 else None)
 
 
@@ -137,6 +136,5 @@ def unanswered(
     """Return why a call that was sent `since_s` ago had no answer."""
     if isinstance(error, StoreFullError):
         return store_full(None, address=address, since_s=since_s)
-    if error.__cause__ is not None and is_silence(error.__cause__):
-        return store_silent(address=address, since_s=since_s)
-    return store_away(str(error), address=address, since_s=since_s)
+    is_silent = error.__cause__ is not None and is_silence(error.__cause__)
+    return store_away(address=address, since_s=since_s, why=None if is_silent else str(error))

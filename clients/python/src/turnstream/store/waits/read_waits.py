@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import redis
@@ -18,10 +19,11 @@ from turnstream.store.run.tasks import prompt_counts
 from turnstream.store.waits.wait_snapshot import (
     MAX_NAMED,
     Durations,
-    OpenMember,
-    WaitingGroup,
+    MemberState,
+    WaitingMember,
     WaitSnapshot,
     lapsed_writers,
+    open_member,
 )
 
 MAX_LEASES: Final = 512
@@ -77,7 +79,7 @@ def parse_waits(run: str, reply: Sequence[Any]) -> WaitSnapshot:
     budget = StoredHash(names.budget, _pairs(parts[b"budget"]))
     ended = StoredHash(names.counts, _pairs(parts[b"counts"]))
     with reading(names.leases):
-        open_members, groups = _groups(parts[b"leases"], now_ms)
+        members = [*_open_members(parts[b"leases"], now_ms)]
     with reading(names.times):
         durations = _durations(now_ms, frontier.fields, *parts[b"step_times"])
     with reading(names.prompts):
@@ -114,14 +116,10 @@ def parse_waits(run: str, reply: Sequence[Any]) -> WaitSnapshot:
         budget=parse_bytes(budget, used=int(used), allowed=int(most), max_bytes=config.max_bytes),
         prompts=prompts,
         num_refills=parts[b"num_refills"],
-        refills=tuple(
-            (keys.parse_trajectory_id(name.decode()), max(0, now_ms - int(ms)) / 1_000)
-            for name, ms in _pairs(parts[b"oldest_refills"]).items()
-        ),
         newest_version=_version(parts[b"version_id"]),
         untrained=tuple((state, n) for state in _UNTRAINED if (n := ended.number(state))),
-        groups=groups,
-        lapsed_writers=lapsed_writers(open_members) if parts[b"num_leases"] <= MAX_LEASES else (),
+        members=(*members[:MAX_NAMED], *_granted(_pairs(parts[b"oldest_refills"]), now_ms)),
+        lapsed_writers=lapsed_writers(members) if parts[b"num_leases"] <= MAX_LEASES else (),
         durations=durations,
         behind=_ranks_behind(_pairs(parts[b"ranks"]), frontier),
     )
@@ -146,25 +144,21 @@ def _damage(value: bytes) -> tuple[int, str]:
     return int(step), sentence
 
 
-def _groups(
-    leases: Sequence[Any], now_ms: int
-) -> tuple[list[OpenMember], tuple[WaitingGroup, ...]]:
-    """Return all open trajectories, and the first of them with their groups."""
-    found: list[OpenMember] = []
-    groups: list[WaitingGroup] = []
-    for name, end_ms, entry, left_ms in zip(*(leases[i::4] for i in range(4)), strict=True):
-        if entry is None or not entry.startswith(b"open:"):
-            continue
-        key = keys.parse_trajectory_id(name.decode())
-        writer = keys.decode_name(entry.decode().split(":", 2)[2])
-        member = OpenMember(key=key, writer=writer, lease_left_s=(int(end_ms) - now_ms) / 1_000)
-        found.append(member)
-        if len(groups) < MAX_NAMED:
-            due_s = None if left_ms is None else int(left_ms) / 1_000
-            groups.append(
-                WaitingGroup(group_id=key.group_id, deadline_left_s=due_s, open_members=(member,))
-            )
-    return found, tuple(groups)
+def _open_members(leases: Sequence[Any], now_ms: int) -> Iterator[WaitingMember]:
+    """Yield all open trajectories, the first of them with the deadlines of their groups."""
+    for name, end_ms, entry, due_ms in zip(*(leases[i::4] for i in range(4)), strict=True):
+        if entry is not None and entry.startswith(b"open:"):
+            writer = keys.decode_name(entry.decode().split(":", 2)[2])
+            key = keys.parse_trajectory_id(name.decode())
+            member = open_member(key, writer, left_ms=int(end_ms) - now_ms)
+            due_s = None if due_ms is None else int(due_ms) / 1_000
+            yield replace(member, deadline_left_s=due_s)
+
+
+def _granted(refills: Mapping[bytes, bytes], now_ms: int) -> Iterator[WaitingMember]:
+    for name, ms in refills.items():
+        key, since_s = keys.parse_trajectory_id(name.decode()), max(0, now_ms - int(ms)) / 1_000
+        yield WaitingMember(key=key, state=MemberState.GRANTED, since_s=since_s)
 
 
 def _durations(

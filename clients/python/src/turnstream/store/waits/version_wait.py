@@ -6,7 +6,7 @@ from typing import Any
 
 import redis
 
-from turnstream.errors import NotReadyError, WaitKind
+from turnstream.errors import NotReadyError
 from turnstream.store.client import keys
 from turnstream.store.client.connection import address_of_client
 from turnstream.store.client.run_ids import find_run
@@ -26,7 +26,7 @@ def wait_for_version(
         StoreUnavailableError: the store cannot be reached, or did not answer by then.
     """
     what = f"run {run!r}: no version above {above}"
-    wait = StoreWait(address_of_client(client), WaitKind.NO_VERSION, what, wait_s=timeout_s)
+    wait = StoreWait(address_of_client(client), "version", what, wait_s=timeout_s)
     with wait.bounded(client) as limited:
         run = find_run(limited, run)
     # The entry of version v has the id <v + 1>-0: newer versions have later ids.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final, NamedTuple
 
 from turnstream.batching.config import BatchingConfig
@@ -15,56 +16,51 @@ MAX_NAMED: Final = 8
 """Trajectories, generators, groups or refills that are named."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenMember:
-    """A trajectory that is being written.
+class MemberState(StrEnum):
+    """State of a sample that a group waits for."""
 
-    Attributes:
-        writer: owner of its lease.
-        lease_left_s: time left of its lease; 0 or below after it has lapsed.
-    """
-
-    key: TrajectoryKey
-    writer: str
-    lease_left_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AwaitedReward:
-    """A sealed trajectory whose reward was not posted.
-
-    Attributes:
-        since_s: seconds since it was sealed; None if its event is gone.
-        deadline_left_s: until its reward deadline; None without one.
-    """
-
-    key: TrajectoryKey
-    since_s: float | None
-    deadline_left_s: float | None
+    LAPSED = "lapsed"
+    """Its lease has lapsed."""
+    UNREWARDED = "unrewarded"
+    """It is sealed, and its reward was not posted."""
+    GRANTED = "granted"
+    """It may be tried again, and no generator has taken it."""
+    NOT_STARTED = "not_started"
+    OPEN = "open"
+    """It is being written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WaitingGroup:
-    """An undecided group with a limited number of its members.
+class WaitingMember:
+    """A sample that an undecided group waits for.
 
     Attributes:
+        writer: owner of its lease, and `lease_left_s` the time left of it; None without a lease.
+        since_s: seconds since its group was opened, or it was sealed or granted; None if unknown.
+        deadline_left_s: until the deadline of its group or reward; None without one.
         num_sealed, num_needed: samples that are sealed and rewarded, and that the group needs;
             None if not scanned.
-        age_s: seconds since it was opened; None if unknown.
-        deadline_left_s: until its deadline; None without one.
-        open_members: members that are being written.
-        awaited: members without their reward.
-        not_started: samples that no generator has taken.
     """
 
-    group_id: str
+    key: TrajectoryKey
+    state: MemberState
+    writer: str | None = None
+    lease_left_s: float | None = None
+    since_s: float | None = None
+    deadline_left_s: float | None = None
     num_sealed: int | None = None
     num_needed: int | None = None
-    age_s: float | None = None
-    deadline_left_s: float | None = None
-    open_members: tuple[OpenMember, ...] = ()
-    awaited: tuple[AwaitedReward, ...] = ()
-    not_started: tuple[int, ...] = ()
+
+    @property
+    def has_lapsed(self) -> bool:
+        """Whether its lease has lapsed."""
+        return self.state is MemberState.LAPSED
+
+
+def open_member(key: TrajectoryKey, writer: str, *, left_ms: float) -> WaitingMember:
+    """Return a sample that has a lease with so much time left."""
+    state = MemberState.OPEN if left_ms > 0 else MemberState.LAPSED
+    return WaitingMember(key=key, state=state, writer=writer, lease_left_s=left_ms / 1_000)
 
 
 class LapsedWriter(NamedTuple):
@@ -75,17 +71,17 @@ class LapsedWriter(NamedTuple):
     silent_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptDeadLetters:
+class KeptDeadLetters(NamedTuple):
     """The dead letters of a run that are kept.
 
     Attributes:
+        trajectories, events: their numbers.
         newest: name of the trajectory, or id of the event, that was written last.
         reason: why that one was set aside.
     """
 
-    num_trajectories: int
-    num_events: int
+    trajectories: int
+    events: int
     newest: str
     reason: str
 
@@ -130,10 +126,9 @@ class WaitSnapshot:
         store_trouble: why the store takes no writes; empty if it does.
         budget: bytes of the run and of the server; `needed` is that of a trajectory.
         num_refills: granted attempts that no generator has taken.
-        refills: the oldest of them with the seconds since each was granted.
         newest_version: newest policy version; None before the first.
         untrained: (reason, trajectories) that ended untrained.
-        groups: groups that are waited for, a limited number.
+        members: samples that are waited for, a limited number.
         behind: ranks that have not asked for the step to train.
         num_ready: groups that are decided, and in no batch.
         num_waiting: groups that are not decided.
@@ -168,10 +163,9 @@ class WaitSnapshot:
     budget: Bytes = NO_BYTES
     prompts: PromptCounts = NO_PROMPTS
     num_refills: int = 0
-    refills: tuple[tuple[TrajectoryKey, float], ...] = ()
     newest_version: int | None = None
     untrained: tuple[tuple[str, int], ...] = ()
-    groups: tuple[WaitingGroup, ...] = ()
+    members: tuple[WaitingMember, ...] = ()
     lapsed_writers: tuple[LapsedWriter, ...] = ()
     durations: Durations = NO_DURATIONS
     behind: tuple[int, ...] = ()
@@ -208,11 +202,12 @@ class WaitSnapshot:
         return self.is_starved or (not self.is_scanned and (is_full or self.prompts.num_given > 0))
 
 
-def lapsed_writers(members: Iterable[OpenMember]) -> tuple[LapsedWriter, ...]:
+def lapsed_writers(members: Iterable[WaitingMember]) -> tuple[LapsedWriter, ...]:
     """Return the writers of whom every lease has lapsed, those with most members first."""
     leases: dict[str, list[float]] = {}
-    for member in members:
-        leases.setdefault(member.writer, []).append(member.lease_left_s)
+    for each in members:
+        if each.writer is not None:
+            leases.setdefault(each.writer, []).append(each.lease_left_s or 0.0)
     lapsed = [
         LapsedWriter(writer, num_open=len(left), silent_s=-max(left))
         for writer, left in leases.items()
