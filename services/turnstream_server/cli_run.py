@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -187,10 +186,10 @@ def replan(
     The damaged trajectories become dead letters. The trainer session ends; restart the trainer with
     its recovery token.
     """
-    from turnstream_server.jobs.run_commands import replan, replanned_text
+    from turnstream_server.jobs.run_commands import replan
 
     done = replan(store_url(redis), run, wait_s=wait_s)
-    say(f"planned again: {replanned_text(done)}", as_json=as_json, run=run, **asdict(done))
+    say(f"planned again: {done}", as_json=as_json, run=run, steps=done)
 
 
 @app.command()

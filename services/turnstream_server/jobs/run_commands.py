@@ -15,7 +15,7 @@ from turnstream.records.configs import decode_config, encode_config
 from turnstream.store.client.connection import connect
 from turnstream.store.run.configs import open_run, read_revisions, revise_config
 from turnstream.store.run.runs import close_run, create_run, pause_run, reopen_run, resume_run
-from turnstream_server.bus.planning.replans import Replanned, await_replan, request_replan
+from turnstream_server.bus.planning.replans import await_replan, request_replan
 from turnstream_server.bus.queries.run_facts import setting_text
 from turnstream_server.bus.sessions import observers
 
@@ -117,22 +117,8 @@ def _value(text: str) -> Any:
         return text
 
 
-def replan(url: str, run: str, *, wait_s: float) -> Replanned:
-    """Have the batcher withdraw plans from the first damaged step on."""
+def replan(url: str, run: str, *, wait_s: float) -> str:
+    """Have the batcher plan again from the first damaged step on; return the steps as text."""
     with connect(url) as client:
         run = open_run(client, run)
         return await_replan(client, run, request_replan(client, run), wait_s=wait_s)
-
-
-def replanned_text(done: Replanned) -> str:
-    """Return the withdrawn steps in one line.
-
-    >>> replanned_text(Replanned(first_step=3, newest_step=4, num_dead=2, dead=("g/0/0",)))
-    'steps 3 to 4, without g/0/0 and 1 more'
-    """
-    steps = f"step {done.first_step}"
-    if done.newest_step > done.first_step:
-        steps = f"steps {done.first_step} to {done.newest_step}"
-    more = done.num_dead - len(done.dead)
-    names = ", ".join(done.dead) + (f" and {more} more" if more else "")
-    return f"{steps}, without {names}"

@@ -29,7 +29,8 @@ from turnstream_server.bus.admin.dead_letters import (
     open_trajectory,
     read_dead_letters,
 )
-from turnstream_server.bus.planning.trajectories import Rejection, reject_events
+from turnstream_server.bus.planning.dead_writes import Rejection
+from turnstream_server.bus.planning.trajectories import reject_events
 from turnstream_server.bus.queries.trajectory_history import read_history
 from turnstream_server.jobs.dead_letters import dead_letter_json
 
@@ -57,11 +58,12 @@ async def add(run: Any, name: str, *records: bytes) -> None:
     assert await run.kill(key.group_id, key.sample)
 
 
-async def reject(run: Any, event_id: str, record: bytes) -> bool:
-    """Reject an event, as a leader does; return whether it is new."""
+async def reject(run: Any, event_id: str, record: bytes, *names: str) -> None:
+    """Reject an event as a leader does, once for each trajectory that it names."""
     if not run.store.xrange(run.keys.events, event_id, event_id):
         run.store.xadd(run.keys.events, {"r": record}, id=event_id)
-    return bool(await reject_events(run.term, [Rejection(event_id, "no event", None)]))
+    named = [keys.parse_trajectory_id(each) for each in names] or [None]
+    await reject_events(run.term, [Rejection(event_id, "no event", each) for each in named])
 
 
 def num_records(run: Any, name: str) -> int:
@@ -177,16 +179,41 @@ EVENT = f"{2**52}-1"
 
 @pytest.mark.both_servers
 async def test_rejected_event_is_kept_once(run: Any) -> None:
-    assert await reject(run, EVENT, b"junk")
-    assert not await reject(run, EVENT, b"junk")
+    await reject(run, EVENT, b"junk")
+    async with run.unchanged():
+        await reject(run, EVENT, b"junk")
 
     event, (record,) = open_event(run.store, run.name, EVENT)
     assert (record.record, event.reason, event.since_ms) == (b"junk", "no event", 2**52)
     assert discard_event(run.store, run.name, EVENT)
     assert not discard_event(run.store, run.name, EVENT)
-    assert not await reject(run, EVENT, b"junk")
+    async with run.unchanged():
+        await reject(run, EVENT, b"junk")
+
+
+async def test_rejected_event_of_a_sealed_trajectory_is_its_dead_letter(run: Any) -> None:
+    await publish(run, "g/0/0")
+    await reject(run, EVENT, b"junk", "g/0/0", "g/0/0", "g/1/0")
+    async with run.unchanged():
+        await reject(run, EVENT, b"junk", "g/0/0")
+
     found = read_dead_letters(run.store, run.name)
-    assert (found.events, found.num_bytes) == ((), 0)
+    assert [(each.name, each.reason) for each in found.trajectories] == [("g/0/0", "no event")]
+    assert [each.name for each in found.events] == [EVENT]  # of g/1/0, which is not sealed
+    run.ledger().check()
+
+
+async def test_event_before_the_newest_rejected_one_is_rejected_unkept(run: Any) -> None:
+    # The server takes no entry before the newest one, not even after that one is discarded.
+    early = f"{2**51}-1"
+    run.store.xadd(run.keys.events, {"r": b"junk"}, id=early)
+    await reject(run, EVENT, b"junk")
+    assert discard_event(run.store, run.name, EVENT)
+
+    await reject(run, early, b"junk")
+
+    assert read_dead_letters(run.store, run.name).events == ()
+    assert run.store.zcard(run.keys.rejected) == 2
 
 
 @pytest.mark.parametrize("field", ["dead_bytes", "dead"])
@@ -195,6 +222,7 @@ async def test_damaged_counter_is_refused_before_a_dead_letter_changes(
 ) -> None:
     # HINCRBY once failed after the dead letter was removed: its bytes stayed in the count.
     await add(run, "g/0/0")
+    await publish(run, "g/1/0")
     run.store.xadd(run.keys.events, {"r": b"no record"}, id=EVENT)
     count = run.store.hget(run.keys.counts, field)
     run.store.hset(run.keys.counts, field, b"\xc5")
@@ -203,7 +231,7 @@ async def test_damaged_counter_is_refused_before_a_dead_letter_changes(
     async with run.refuses(CorruptRecordError, words):
         discard_trajectory(run.store, run.name, "g/0/0")
     async with run.refuses(CorruptRecordError, words):
-        await reject(run, EVENT, b"no record")
+        await reject(run, EVENT, b"no record", "g/1/0")
 
     run.store.hset(run.keys.counts, field, count)
     assert discard_trajectory(run.store, run.name, "g/0/0")

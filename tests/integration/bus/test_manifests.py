@@ -16,8 +16,6 @@ from turnstream.records.events import encode_event
 from turnstream.records.manifests import encode_manifest
 from turnstream.store.client import keys
 from turnstream.types import (
-    Event,
-    RewardPosted,
     SealedTrajectory,
     TrajectoryDied,
     TrajectoryKey,
@@ -30,7 +28,7 @@ from turnstream_server.bus.planning.manifests import (
     read_manifest,
     read_manifests,
 )
-from turnstream_server.bus.planning.trajectories import read_posted_rewards, read_seals
+from turnstream_server.bus.planning.trajectories import read_seals
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.release.release import read_release_state
 
@@ -231,12 +229,6 @@ PLANNED = TrajectoryState.PLANNED
 KEY = TrajectoryKey("g", sample=0)
 
 
-async def post(run: Any, record: Event | bytes, *, trajectory_id: str = "g/0/0") -> None:
-    """An event as a generator writes it."""
-    stored = record if isinstance(record, bytes) else encode_event(record)
-    await run.client.xadd(run.keys.events, {"r": stored, "t": trajectory_id})
-
-
 @pytest.mark.parametrize(
     ("record", "why"),
     [
@@ -273,17 +265,3 @@ async def test_seals_of_more_than_one_reply_are_each_of_their_own_trajectory(run
     assert {key: getattr(seal, "key", None) for key, seal in found.items()} == {
         key: key for key in wanted
     }
-
-
-async def test_only_the_first_posted_reward_of_each_trajectory_counts(run: Any) -> None:
-    first = RewardPosted(key=KEY, reward=1.0, reward_components={})
-    for _ in range(300):  # more than one reply
-        await post(run, sealed("g"))
-    await post(run, RewardPosted(key=KEY._replace(sample=1), reward=3.0, reward_components={}))
-    await post(run, b"nobody can read it")
-    await post(run, first)
-    await post(run, RewardPosted(key=KEY, reward=2.0, reward_components={}))
-
-    found = await read_posted_rewards(run.client, run.name, {KEY})
-
-    assert found == {KEY: first}

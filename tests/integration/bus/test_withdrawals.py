@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,26 +13,20 @@ from turnstream.errors import ConflictError, NotReadyError, RunNotFoundError
 from turnstream.records.events import decode_event
 from turnstream.store.client import keys
 from turnstream.store.client.cancellation import cancel_all
-from turnstream.types import PlansWithdrawn, TrajectoryDied, TrajectoryKey, TrajectoryState
+from turnstream.types import PlansWithdrawn, TrajectoryDied, TrajectoryKey
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.planner.parking import ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP
-from turnstream_server.bus.core.frontier import (
-    Withdrawn,
-)
+from turnstream_server.bus.core.frontier import Withdrawn
 from turnstream_server.bus.leadership.snapshots import save_snapshot
+from turnstream_server.bus.leadership.writes import Difference, write, write_decision
+from turnstream_server.bus.planning import replans
 from turnstream_server.bus.planning.manifests import read_manifest, read_manifests
-from turnstream_server.bus.planning.replans import (
-    Withdrawal,
-    await_replan,
-    note_damage,
-    refuse_replan,
-    request_replan,
-    withdraw_plans,
-)
+from turnstream_server.bus.planning.replans import Withdrawal, await_replan, request_replan
+from turnstream_server.bus.planning.trajectories import note_damage
 
 
 def ask(run: Any) -> str:
@@ -41,29 +34,33 @@ def ask(run: Any) -> str:
     return request_replan(run.store, run.name)
 
 
-def from_step(run: Any, first: int, **changes: Any) -> Withdrawal:
+def from_step(run: Any, first: int, request: str, *, position: str = "7-1") -> Withdrawal:
     """Return the withdrawal of the plans from a step on; their first trajectory is dead."""
-    plans = [stored for step, stored in sorted(run.manifests.items()) if step >= first]
-    members = [t.key for p in plans for g in p.manifest.groups for t in g.trajectories]
-    withdrawal = Withdrawal(
-        first_step=first,
-        newest_step=plans[-1].manifest.step,
-        manifest_hash=plans[-1].hash,
-        dead=[TrajectoryDied(key=members[0], reason="checksum")],
-        lease_epochs=dict.fromkeys(members[1:], 1),
-        position="7-1",
-        snapshot=b"what a planner knows",
+    plans = [stored.manifest for step, stored in sorted(run.manifests.items()) if step >= first]
+    dead, *others = [t.key for plan in plans for g in plan.groups for t in g.trajectories]
+    epochs = dict.fromkeys(others, 1)
+    return Withdrawal(request, plans, {dead: "checksum"}, epochs, position, b"a planner's state")
+
+
+async def carry_out(run: Any, asked: Withdrawal) -> bool:
+    """Withdraw plans as a leader does; return whether this call did it."""
+    written = await write_decision(
+        run.term,
+        lambda: replans.read_withdrawal(run.term, asked),
+        lambda facts: replans.withdraw(facts, asked),
     )
-    return dataclasses.replace(withdrawal, **changes)
+    return written is not None
 
 
-async def withdraw(run: Any, first: int, **changes: Any) -> bool:
+async def withdraw(run: Any, first: int, **changes: Any) -> None:
     """Ask for a withdrawal from a step on, and do it."""
-    return await withdraw_plans(run.term, ask(run), from_step(run, first, **changes))
+    assert await carry_out(run, from_step(run, first, ask(run), **changes))
 
 
-def died(group_id: str, sample: int) -> TrajectoryDied:
-    return TrajectoryDied(key=TrajectoryKey(group_id, sample), reason="checksum")
+async def refuse(run: Any, request: str) -> bool:
+    """Refuse a request; return whether it was pending."""
+    found = await write(run.term, replans.answered(request, refused="all is well"))
+    return not isinstance(found, Difference)
 
 
 async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(run: Any) -> None:
@@ -71,8 +68,11 @@ async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(run: Any) 
     session = await run.start("s")
     await run.commit(session, 1)
     await run.client.hset(run.keys.frontier, "session_ms", began_ms := b"7")
+    held = {"g3/0/0": 7, "g3/1/0": 11, "g4/0/0": 13, "g4/1/0": 17}
+    await run.client.hset(run.keys.held, mapping=held)
+    before = await run.hash_of("budget")
 
-    assert await withdraw(run, 3)
+    await withdraw(run, 3)
 
     seen = run.read_frontier()
     assert (seen.planned, seen.stepped, seen.committed) == (2, 1, 1)
@@ -91,62 +91,56 @@ async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(run: Any) 
     assert ledger[b"g3/1/0"] == ledger[b"g4/0/0"] == b"sealed:1"
     assert ledger[b"g2/0/0"] == b"planned:2"
     groups = await run.client.hgetall(run.keys.groups)
-    assert (groups[b"g2"], groups[b"g3"], groups[b"g4"]) == (
-        b"2:planned",
-        b"2:decided",
-        b"2:decided",
-    )
+    states = [groups[name] for name in (b"g2", b"g3", b"g4")]
+    assert states == [b"2:planned", b"2:decided", b"2:decided"]
     assert int(await run.client.hget(run.keys.frontier, "planned_groups")) == 2
     assert not await run.client.hexists(run.keys.frontier, "at_plans")
     run.ledger().check()
+    budget = await run.hash_of("budget")
+    moved = int(budget[b"stored"]) - int(before.get(b"stored", 0))
+    assert moved == int(before[b"planned"]) - int(budget[b"planned"]) == 7 + 11 + 13 + 17
+    assert (await run.hash_of("letters"))[b"g3/0/0"].endswith(b":7")
+    assert (await run.hash_of("counts"))[b"dead_bytes"] == b"7"
     snapshot = await run.client.hgetall(run.keys.snapshot)
     assert (snapshot[b"position"], snapshot[b"step"]) == (b"7-1", b"2")
-    assert (snapshot[b"record"], snapshot[b"before"]) == (b"what a planner knows", b"0-0")
+    assert snapshot[b"record"] == b"a planner's state"
     entries = await run.client.xrange(run.keys.events)
+    key = TrajectoryKey("g3", 0)
     assert [decode_event(fields[b"r"]) for _, fields in entries[-2:]] == [
-        died("g3", 0),
-        PlansWithdrawn(step=3, dead=(TrajectoryKey("g3", 0),)),
+        TrajectoryDied(key=key, reason="checksum"),
+        PlansWithdrawn(step=3, dead=(key,)),
     ]
+    assert await_replan(run.store, run.name, await newest_request(run), wait_s=0) == (
+        "steps 3 to 4, without 1 damaged trajectories"
+    )
 
 
-async def test_bytes_of_withdrawn_plans_are_stored_or_of_dead_letters(run: Any) -> None:
+async def newest_request(run: Any) -> str:
+    """Return the name of the request that was answered last."""
+    answer = await run.client.hget(run.keys.frontier, "replanned")
+    return answer.decode().partition(":")[0]
+
+
+@pytest.mark.parametrize(("known", "before"), [("7-1", b"3-1"), ("6-1", b"6-1")])
+async def test_snapshot_of_a_withdrawal_stays_and_keeps_the_events_since_the_last(
+    run: Any, known: str, before: bytes
+) -> None:
     await run.plan_steps(2)
-    held = {"g1/0/0": 5, "g2/0/0": 7, "g2/1/0": 11}
-    await run.client.hset(run.keys.held, mapping=held)
-    await run.client.hset(run.keys.budget, mapping={"stored": 1, "planned": 23})
-
-    await withdraw(run, 2)
-
-    budget = await run.hash_of("budget")
-    assert (budget[b"stored"], budget[b"planned"]) == (b"19", b"5")
-    assert (await run.hash_of("letters"))[b"g2/0/0"].endswith(b":7")
-    assert (await run.hash_of("counts"))[b"dead_bytes"] == b"7"
-
-
-async def test_a_snapshot_from_before_that_comes_late_brings_no_plan_back(run: Any) -> None:
-    await run.plan_steps(2)
+    await run.client.hset(run.keys.snapshot, mapping={"position": known, "before": "3-1"})
     await withdraw(run, 2, position="7-1")
 
     await save_snapshot(run.term, position="7-1", step=2, record=b"late")
 
     kept = await run.client.hgetall(run.keys.snapshot)
-    assert (kept[b"step"], kept[b"record"]) == (b"1", b"what a planner knows")
+    assert (kept[b"step"], kept[b"record"]) == (b"1", b"a planner's state")
+    assert kept[b"before"] == before
 
 
-async def test_withdrawal_after_the_newest_snapshot_keeps_the_events_since_the_last(
-    run: Any,
-) -> None:
+@pytest.mark.both_servers
+async def test_next_plan_has_a_number_of_its_own_and_a_lower_id(run: Any) -> None:
     await run.plan_steps(2)
-    await run.client.hset(run.keys.snapshot, mapping={"position": "7-1", "before": "3-1"})
-
-    await withdraw(run, 2, position="7-1")
-
-    assert await run.client.hget(run.keys.snapshot, "before") == b"3-1"
-
-
-async def test_next_plan_has_a_number_of_its_own(run: Any) -> None:
-    await run.plan_steps(2)
-    await withdraw(run, 1)
+    async with run.full_server():
+        await withdraw(run, 1)
     assert run.read_frontier().revision_of(2) == 1
     assert run.read_frontier().revision_of(3) == 0
 
@@ -155,64 +149,42 @@ async def test_next_plan_has_a_number_of_its_own(run: Any) -> None:
     for group_id in ("x", "y"):
         await run.open(group_id, num_sealed=2)
         await run.plan(group_id)
+    again = await run.client.xrange(run.keys.plan)
+    await withdraw(run, 2)
 
     assert await read_manifest(run.client, run.name, 1) == first
-    ids = [entry_id for entry_id, _ in await run.client.xrange(run.keys.plan)]
-    assert ids == [b"1-1", b"2-1", b"3-0"]
+    assert [entry_id for entry_id, _ in again] == [b"1-1", b"2-1", b"3-0"]
+    assert await run.client.xrange(run.keys.plan) == again[:1]
+    assert run.read_frontier().revision_of(3) == 2
 
 
-async def test_withdrawing_again_changes_nothing(run: Any) -> None:
-    await run.plan_steps(2)
-    request, withdrawal = ask(run), from_step(run, 2)
-    await withdraw_plans(run.term, request, withdrawal)
-    async with run.unchanged():
-        assert not await withdraw_plans(run.term, request, withdrawal)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "match"),
-    [
-        ("other", {}, "the request other is not pending"),
-        ("", {"manifest_hash": "x"}, "steps 2 to 3 have other plans"),
-        ("", {"dead": [died("g1", 0)]}, "g1/0/0 is planned:1, not planned from step 2 on"),
-        ("", {"dead": [died("zz", 0)]}, "zz/0/0 is unknown, not planned from step 2 on"),
-    ],
-)
-async def test_withdrawal_of_other_plans_writes_nothing(
-    run: Any, name: str, changes: Any, match: str
-) -> None:
+async def test_plans_that_changed_are_not_withdrawn(run: Any) -> None:
     await run.plan_steps(3)
     request = ask(run)
-    async with run.refuses(ConflictError, match):
-        await withdraw_plans(
-            run.term,
-            name or request,
-            from_step(run, 2, **changes),
-        )
+    asked = from_step(run, 2, request)
+    async with run.unchanged():
+        assert not await carry_out(run, asked._replace(request="other"))
+    names = run.keys
+    for key, field, value, match in (
+        (names.groups, "g2", "2:filtered", "group 'g2', or a trajectory of it, is not planned"),
+        (names.ledger, "g3/1/0", "sealed:1", "group 'g3', or a trajectory"),
+        (names.frontier, "stepped", "2", "step 2 is stepped"),
+    ):
+        before = await run.client.hget(key, field)
+        await run.client.hset(key, field, value)
+        async with run.refuses(ConflictError, match):
+            await carry_out(run, asked)
+        await run.client.hset(key, field, before)
+    facts = await replans.read_withdrawal(run.term, asked)
+    changes = replans.withdraw(facts, asked)
+    assert changes is not None
+    await run.commit(await run.start("s"), 1)
+    async with run.unchanged():  # the trainer has stepped in between
+        assert isinstance(await write(run.term, changes), Difference)
 
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ("group", "group g2 is filtered, not planned"),
-        ("stepped", "step 1 is stepped"),
-        ("planned", "steps 1 to 2 have other plans"),
-    ],
-)
-async def test_no_plan_is_withdrawn_after_a_change_in_between(
-    run: Any, change: str, match: str
-) -> None:
-    await run.plan_steps(2)
-    session = await run.start("s")
-    request, withdrawal = ask(run), from_step(run, 1)
-    if change == "group":
-        await run.client.hset(run.keys.groups, "g2", "2:filtered")
-    elif change == "stepped":
-        await run.commit(session, 1)
-    else:
-        await run.plan_steps(1)
-    async with run.refuses(ConflictError, match):
-        await withdraw_plans(run.term, request, withdrawal)
+    assert await carry_out(run, asked)
+    async with run.unchanged():
+        assert not await carry_out(run, asked)
 
 
 async def test_damage_of_a_current_plan_is_recorded_and_removed_with_it(run: Any) -> None:
@@ -239,55 +211,21 @@ async def test_request_and_answer_of_a_replan_wake_waiting_callers(run: Any) -> 
 
     first = ask(run)
     seen.append(await run.last_wake_up())
-    await refuse_replan(run.term, first, "no")
+    assert ask(run) == first
+    assert await run.last_wake_up() == seen[-1]
+    with pytest.raises(NotReadyError, match="no batcher has answered"):
+        await_replan(run.store, run.name, first, wait_s=0)
+    assert not await refuse(run, "other")
+    assert await refuse(run, first)
     seen.append(await run.last_wake_up())
-    second = ask(run)
+    with pytest.raises(ConflictError, match="all is well"):
+        await_replan(run.store, run.name, first, wait_s=0)
+    assert ask(run) != first
     seen.append(await run.last_wake_up())
-    await withdraw_plans(run.term, second, from_step(run, 1))
+    await withdraw(run, 1)
     seen.append(await run.last_wake_up())
 
     assert len({str(each) for each in seen}) == len(seen)
-
-
-@pytest.mark.both_servers
-async def test_a_full_server_withdraws_plans(run: Any) -> None:
-    await run.plan_steps(2)
-    told = {"manifest_hash": run.manifests[1].hash, "sentence": "checksum"}
-    async with run.full_server():
-        await note_damage(run.client, run.name, step=1, **told)
-        refused = ask(run)
-        await refuse_replan(run.term, refused, "no")
-        await withdraw_plans(run.term, ask(run), from_step(run, 1))
-
-    assert run.read_frontier().planned == 0
-
-
-async def test_a_withdrawal_may_name_more_trajectories_than_lua_can_unpack(run: Any) -> None:
-    await run.plan(*await run.seal_members(4_500))
-
-    await withdraw(run, 1)
-
-    counts = run.ledger()
-    counts.check()
-    assert (counts.by_state[TrajectoryState.SEALED], counts.by_state[TrajectoryState.DEAD]) == (
-        8_999,
-        1,
-    )
-
-
-async def test_second_request_joins_the_pending_one(run: Any) -> None:
-    await run.plan_steps(2)
-    first = ask(run)
-
-    assert ask(run) == first
-    with pytest.raises(NotReadyError, match="no batcher has answered"):
-        await_replan(run.store, run.name, first, wait_s=0)
-    await refuse_replan(run.term, "other", "no")
-    assert run.read_frontier().replan == first
-    await refuse_replan(run.term, first, "all is well")
-    with pytest.raises(ConflictError, match="all is well"):
-        await_replan(run.store, run.name, first, wait_s=5)
-    assert ask(run) != first
 
 
 def test_replan_of_an_unknown_run_is_refused(client: Any) -> None:

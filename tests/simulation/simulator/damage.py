@@ -17,7 +17,7 @@ from turnstream.batching.merge.plan import Manifest
 from turnstream.batching.planning.selection import Selector
 from turnstream.records.events import decode_event
 from turnstream.store.client import keys
-from turnstream.types import RewardPosted, SealedTrajectory, TrajectoryKey
+from turnstream.types import SealedTrajectory, TrajectoryKey
 from turnstream_server.bus.planning.replans import request_replan
 
 _UNPLANNED = 0.02
@@ -83,16 +83,9 @@ def put_back(writes: RunWrites, manifests: list[Manifest], dead: set[TrajectoryK
     """The groups of withdrawn plans, from the events of the whole run."""
     events = [decode_event(record) for _, record in writes.events]
     sealed = {each.key: each for each in events if isinstance(each, SealedTrajectory)}
-    posted: dict[TrajectoryKey, RewardPosted] = {}
-    for each in events:
-        if isinstance(each, RewardPosted):
-            posted.setdefault(each.key, each)
     members = {
         plan.key: with_planned_reward(
-            sealed[plan.key],
-            plan,
-            posted=posted.get(plan.key),
-            config=writes.config(manifest.config_revision),
+            sealed[plan.key], plan, config=writes.config(manifest.config_revision)
         )
         for manifest in manifests
         for group in manifest.groups

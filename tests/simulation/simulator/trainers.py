@@ -30,7 +30,7 @@ from turnstream_server.batcher.planner.listener import RunListener
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.serving.get import admit
 from turnstream_server.bus.core.frontier import read_frontier_async
-from turnstream_server.bus.planning.replans import note_damage
+from turnstream_server.bus.planning.trajectories import note_damage
 from turnstream_server.bus.sessions.sessions import (
     TrainerSession,
     acknowledge_committed,

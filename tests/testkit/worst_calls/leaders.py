@@ -18,22 +18,30 @@ from testkit.worst_calls.store import (
 from turnstream.batching.config.values import LARGEST_GROUP
 from turnstream.batching.fold.decisions import GroupCut, GroupEvaluated
 from turnstream.records.events import MAX_EVENT_BYTES
+from turnstream.store.client import keys
 from turnstream.store.client.scripts import Command
 from turnstream.store.client.stored_values import StoredHash
 from turnstream.store.run import clock
+from turnstream_server.batcher.planner.replanning import MAX_WITHDRAWN
 from turnstream_server.bus.core.scan import PAGE_BYTES, PAGE_EVENTS
 from turnstream_server.bus.leadership.leader_fields import ParkFacts, park
 from turnstream_server.bus.leadership.leadership import Position, Term
 from turnstream_server.bus.leadership.snapshots import TRIM_SLICE, trim
 from turnstream_server.bus.leadership.writes import Changes, write_command
+from turnstream_server.bus.planning.dead_writes import (
+    MAX_KEPT_EVENTS,
+    Rejection,
+    RejectionFacts,
+    reject,
+)
 from turnstream_server.bus.planning.deadlines import DEADLINES_PER_CALL, fire_orphaned, limit
 from turnstream_server.bus.planning.ending import Attempt
 from turnstream_server.bus.planning.plan_writes import GROUP_WEIGHT, StepFacts, commit, mark
 from turnstream_server.bus.planning.plan_writes import SLICE as PLAN_SLICE
-from turnstream_server.bus.planning.replans import MAX_WITHDRAWN
+from turnstream_server.bus.planning.replans import Withdrawal, WithdrawalFacts, withdraw
 from turnstream_server.bus.planning.settling import SLICE as END_SLICE
 from turnstream_server.bus.planning.settling import GroupState, settle, settle_evaluation
-from turnstream_server.bus.planning.trajectories import MAX_KEPT_BYTES, MAX_KEPT_EVENTS
+from turnstream_server.bus.planning.trajectories import REJECT_SLICE
 from turnstream_server.bus.release.ended_writes import EndedFacts, replace_ended
 from turnstream_server.bus.release.release import FOLD_SLICE, GROUP_SLICE
 from turnstream_server.bus.release.release_writes import (
@@ -50,39 +58,33 @@ WORST: Final[dict[str, Build]] = {}
 
 CONSTANT: Final = {
     "acquire_leader": "single fields",
-    "mark_dead": "single fields of one trajectory, and one event",
     "note_damage": "one field",
-    "refuse_replan": "one field",
     "release_leader": "single fields",
     "release_payload": "two keys, which the server frees in another thread",
     "renew_leader": "single fields",
     "request_replan": "one field",
 }
 
-REJECTED_PER_CALL: Final = 25
-
-PLANNED: Final = [
-    each for group in range(MAX_WITHDRAWN // 2) for each in ids_of(2, group=f"{group}")
-]
+OBSERVERS: Final = 256
+"""Observers of one run, at most."""
 
 
-@worst(WORST)
-def reject_events(store: LimitStore) -> list[Command]:
-    """The most events of one call, of the largest size."""
-    words: list[str | bytes] = []
-    for _ in range(REJECTED_PER_CALL):
-        event_id: bytes = store.client.xadd(store.keys.events, {"r": b"r" * MAX_EVENT_BYTES})  # pyright: ignore[reportAssignmentType]
-        words += (event_id, REASON, "", b"")
-    return [store.call("reject_events", MAX_KEPT_BYTES, MAX_KEPT_EVENTS, *words)]
-
-
-def batch_of_groups(store: LimitStore, state: str, entry: str) -> None:
-    """Write the trajectories of a large batch."""
-    groups = sorted({each.partition("/")[0] for each in PLANNED})
-    store.fill(store.keys.groups, ((each, f"2:{state}") for each in groups))
-    store.fill(store.keys.ledger, ((each, entry) for each in PLANNED))
-    store.fill(store.keys.held, ((each, "70000") for each in PLANNED))
-    store.fill(store.keys.tasks, ((each, each) for each in groups))
+def rejected(store: LimitStore) -> Changes | None:
+    """The most events of one call, half of them of trajectories, and as many kept as there may."""
+    for number in range(1, MAX_KEPT_EVENTS + 1):
+        store.client.xadd(store.keys.damaged, {"r": b"r" * 100}, id=f"{number}-0")
+    ids = ids_of(REJECT_SLICE)
+    opened(store, ids)
+    store.fill(store.keys.ledger, ((each, "sealed:1") for each in ids))
+    events = [
+        RejectionFacts(
+            Rejection(f"{2_000 + i}-0", REASON, keys.parse_trajectory_id(each) if i % 2 else None),
+            Attempt(each, b"sealed:1", b"70000") if i % 2 else None,
+            {b"r": b"r" * MAX_EVENT_BYTES},
+        )
+        for i, each in enumerate(ids)
+    ]
+    return reject(events, newest=(f"{MAX_KEPT_EVENTS}-0", "0-0"), now_ms=1)
 
 
 def sealed_group(store: LimitStore, group: str, num_samples: int) -> GroupState:
@@ -205,9 +207,36 @@ def finished(store: LimitStore) -> Changes:
     return finish(facts, {1: b"r" * 1_000_000})[0]
 
 
+def withdrawn(store: LimitStore) -> Changes | None:
+    """The largest plans that are withdrawn, a tenth of which is dead, and many observers."""
+    ids = [ids_of(2, group=f"{number}") for number in range(MAX_WITHDRAWN // 2)]
+    attempts = [[Attempt(each, b"planned:2", b"70000") for each in own] for own in ids]
+    groups = [
+        GroupState(f"{number}", b"2:planned", None, None, own)
+        for number, own in enumerate(attempts)
+    ]
+    store.fill(store.keys.groups, ((each.name, "2:planned") for each in groups))
+    store.fill(store.keys.ledger, ((each, "planned:2") for own in ids for each in own))
+    store.fill(store.keys.frontier, [("planned", 2), ("session_epoch", 1), ("replan", "q")])
+    observers = {each.encode(): b"2:9:9" for each in groups_of(OBSERVERS)}
+    store.fill(store.keys.observers, ((each.decode(), seen) for each, seen in observers.items()))
+    for step in (1, 2):
+        store.client.xadd(store.keys.plan, {"r": b"m" * 1_000_000}, id=f"{step}-0")
+    fields = cast(Any, store.client.hgetall(store.keys.frontier))
+    facts = WithdrawalFacts(
+        StoredHash(store.keys.frontier, fields), {b"newest": b"1"}, observers, None, groups, 1
+    )
+    named = [keys.parse_trajectory_id(each) for own in ids for each in own]
+    dead = dict.fromkeys(named[::10], REASON)
+    epochs = dict.fromkeys((each for each in named if each not in dead), 1)
+    return withdraw(
+        facts, Withdrawal("q", [manifest(step=2)], dead, epochs, "1-1", b"s" * 1_000_000)
+    )
+
+
 BUILDS: Final = (
     *(watermark, folded_groups, folded_trajectories, ended, finished),
-    *(parked, expired, trimmed, limited),
+    *(parked, expired, trimmed, limited, rejected, withdrawn),
 )
 
 
@@ -244,22 +273,6 @@ def leader_write(store: LimitStore) -> list[Command]:
         assert changes is not None
         written.append(write_command(term_of(own), changes))
     return written
-
-
-@worst(WORST)
-def withdraw_plans(store: LimitStore) -> list[Command]:
-    """The largest plans that are withdrawn, a tenth of which is dead."""
-    batch_of_groups(store, "planned", "planned:1")
-    store.fill(
-        store.keys.frontier,
-        [("planned", 1), ("planned_groups", MAX_WITHDRAWN // 2), ("replan", "q")],
-    )
-    store.fill(store.keys.batches, [("1", f"{MAX_WITHDRAWN}:" + "f" * 64)])
-    store.client.xadd(store.keys.plan, {"r": b"m" * 1_000_000}, id="1-0")
-    words: list[str | bytes | int] = ["q", 1, 1, "f" * 64, "1-1", b"s" * 1_000_000, b"event", "{}"]
-    for number, each in enumerate(PLANNED):
-        words += (each, REASON, b"died") if number % 10 == 0 else (each, 1, b"")
-    return [store.call("withdraw_plans", *words)]
 
 
 @worst(WORST)

@@ -76,9 +76,7 @@ def test_withdrawn_plan_gives_back_the_reward_without_that_of_its_group() -> Non
     folded, _ = fold([opened(group_id="a"), *members((1, 1), (9, 1))], SHAPED)
     manifest = plan(*folded.ready, of=SHAPED)
 
-    before = with_planned_reward(
-        waiting, manifest.groups[0].trajectories[0], posted=None, config=SHAPED
-    )
+    before = with_planned_reward(waiting, manifest.groups[0].trajectories[0], config=SHAPED)
 
     assert before.reward == 1.0
 

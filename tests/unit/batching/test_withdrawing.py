@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from testkit import ZERO_VARIANCE, config, manifest, sealed, trajectory_plan
-from testkit.folds import apply, awaiting, died, fold, key, opened, posted, restored, samples
+from testkit.folds import apply, awaiting, died, fold, key, opened, restored, samples
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.decisions import GroupDropped
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.fold.withdrawing import state_before, with_planned_reward
 from turnstream.batching.merge.plan import GroupPlan, Manifest
-from turnstream.types import PlansWithdrawn, RewardPosted, SealedTrajectory, TrajectoryState
+from turnstream.types import PlansWithdrawn, SealedTrajectory, TrajectoryState
 
 CONFIG = config(2)
 REFILL = replace(CONFIG, deadline_policy="refill", max_refills=3, group_deadline_s=1.0)
@@ -178,30 +178,23 @@ def test_withdrawal_is_the_same_when_repeated_and_from_a_snapshot() -> None:
 
 
 @pytest.mark.parametrize(
-    ("event", "changes", "reward", "components"),
+    ("changes", "reward"),
     [
-        (posted(0, 0.5, x=1.0), {}, 0.5, {"x": 1.0}),
-        # The event is gone: the plan has the reward, but not its components.
-        (None, {}, 0.25, {}),
-        (
-            None,
-            {"estimator": "gdpo", "component_weights": (("x", 1.0), ("y", 1.0))},
-            None,
-            {},
-        ),
-        (None, {"reward_source": "sum_of_turns"}, None, {}),
-        (None, {"overlong_length": 4, "overlong_buffer": 2}, 0.75, {}),  # with a penalty of 0.5
+        ({}, 0.25),
+        # The plan has the reward, but not its components.
+        ({"estimator": "gdpo", "component_weights": (("x", 1.0), ("y", 1.0))}, None),
+        ({"reward_source": "sum_of_turns"}, None),
+        ({"overlong_length": 4, "overlong_buffer": 2}, 0.75),  # with a penalty of 0.5
     ],
 )
-def test_planned_reward_comes_from_its_event_or_the_plan(
-    event: RewardPosted | None, changes: dict[str, Any], reward: float | None, components: Any
+def test_late_reward_of_a_withdrawn_plan_comes_from_the_plan(
+    changes: dict[str, Any], reward: float | None
 ) -> None:
     plan = replace(trajectory_plan(), reward=0.25)
     config = replace(CONFIG, **changes)
 
-    rewarded = with_planned_reward(awaiting(0), plan, posted=event, config=config)
+    rewarded = with_planned_reward(awaiting(0), plan, config=config)
 
-    assert (rewarded.reward, rewarded.reward_components) == (reward, components)
-    assert not rewarded.awaits_reward
+    assert (rewarded.reward, rewarded.awaits_reward) == (reward, False)
     own = sealed("a", reward=1.0)
-    assert with_planned_reward(own, trajectory_plan("a"), posted=None, config=config) is own
+    assert with_planned_reward(own, trajectory_plan("a"), config=config) is own

@@ -29,8 +29,8 @@ from turnstream_server.batcher.assembly.payload import Damage
 from turnstream_server.bus.core.scan import EventEntry
 from turnstream_server.bus.leadership.leadership import Term
 from turnstream_server.bus.planning import trajectories
+from turnstream_server.bus.planning.dead_writes import Rejection
 from turnstream_server.bus.planning.groups import Settlement, grant_refill, settle_groups
-from turnstream_server.bus.planning.trajectories import Rejection
 from turnstream_server.bus.release.release import compact_groups
 from turnstream_server.failpoints import reach
 

@@ -29,7 +29,7 @@ from turnstream_server.batcher.planner.chain import ConfigInForce, PlanChain
 from turnstream_server.batcher.planner.decisions import DecisionWriter, FoldBrokenError
 from turnstream_server.batcher.planner.event_loop import LoopShare
 from turnstream_server.batcher.planner.listener import RunListener
-from turnstream_server.batcher.planner.replanning import Replanner
+from turnstream_server.batcher.planner.replanning import answer_replan
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import PlannerSnapshots, Upkeep
 from turnstream_server.bus.core.scan import PAGE_EVENTS, EventEntry
@@ -77,7 +77,6 @@ class Leader:
         self._listener = RunListener(term.client, term.run, after_step=0)
         self._decisions = DecisionWriter(term)
         self._chain = PlanChain(term, view, self._in_force)
-        self._replanner = Replanner(term, view, assembler)
         self._share = LoopShare()
         self._snapshots = PlannerSnapshots(term, assembler, upkeep=upkeep)
 
@@ -138,7 +137,10 @@ class Leader:
         request = self._view.frontier.replan
         if not request:
             return
-        if await self._replanner.answer(request, self._snapshot()):
+        known = self._snapshot()
+        if await answer_replan(
+            self._term, self._view, self._assembler, request=request, known=known
+        ):
             await self._replay()
         await self._view.refresh()
 

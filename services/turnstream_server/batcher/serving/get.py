@@ -31,7 +31,7 @@ from turnstream_server.batcher.serving.calls import (
     write_messages,
 )
 from turnstream_server.bus.core.frontier import Frontier, not_retained
-from turnstream_server.bus.planning.replans import note_damage
+from turnstream_server.bus.planning.trajectories import note_damage
 from turnstream_server.bus.sessions.observers import note_observed
 from turnstream_server.bus.sessions.sessions import record_rank
 from turnstream_server.failpoints import reach

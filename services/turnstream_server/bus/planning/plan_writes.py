@@ -127,7 +127,7 @@ async def read_decided_groups(
         StoreUnavailableError: the facts of a group changed each time.
     """
     for _ in range(MAX_TRIES):
-        found = await _read_groups(term, groups)
+        found = await read_planned_groups(term, groups)
         if is_new:
             check_groups(found)
         cut = [
@@ -141,7 +141,8 @@ async def read_decided_groups(
     raise StoreUnavailableError(f"run {term.run}: groups changed in each of {MAX_TRIES} tries")
 
 
-async def _read_groups(term: Term, groups: Sequence[GroupPlan]) -> list[GroupState]:
+async def read_planned_groups(term: Term, groups: Sequence[GroupPlan]) -> list[GroupState]:
+    """Return the facts about some groups; the attempts of each are the planned ones."""
     known = keys.run_keys(term.run)
     names = [keys.encode_name(each.group_id) for each in groups]
     ids = [keys.trajectory_id(each.key) for group in groups for each in group.trajectories]

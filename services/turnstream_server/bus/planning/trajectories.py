@@ -1,45 +1,37 @@
-"""Single trajectories of a plan: their seals and rewards, and those that become dead letters."""
+"""Single trajectories: their seals, their damage, and those that become dead letters."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Collection, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final
 
 import redis.asyncio
 
 from turnstream.errors import CorruptRecordError, RecordError
-from turnstream.records.events import decode_event, encode_event
+from turnstream.records.events import decode_event
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
-from turnstream.types import RewardPosted, SealedTrajectory, TrajectoryDied, TrajectoryKey
-from turnstream_server.bus.core.scan import read_events_async
-from turnstream_server.bus.leadership.leadership import LeaderScript, Term
-
-_MARK_DEAD = LeaderScript("mark_dead", "planning", "ledger counts events letters deadlines held")
-_REJECT_EVENTS = LeaderScript(
-    "reject_events", "planning", "ledger counts events letters deadlines held damaged rejected"
+from turnstream.types import SealedTrajectory, TrajectoryDied, TrajectoryKey
+from turnstream_server.bus.core.run_script import RunScript
+from turnstream_server.bus.leadership.leadership import Term
+from turnstream_server.bus.leadership.writes import (
+    Changes,
+    read_facts,
+    time_ms,
+    write_decision,
 )
+from turnstream_server.bus.planning import dead_writes
+from turnstream_server.bus.planning.dead_writes import Rejection, RejectionFacts
+from turnstream_server.bus.planning.ending import Attempt
+
+_NOTE_DAMAGE = RunScript("note_damage", "planning", "frontier batches")
 _PAGE: Final = 1_000
 _SEALS_PER_REPLY: Final = 256
 
-MAX_KEPT_BYTES: Final = 4_096
-"""Bytes of a rejected event's record that are kept, at most."""
-
-MAX_KEPT_EVENTS: Final = 1_000
-"""Rejected events of a run that are kept, at most; the oldest are removed."""
-
-_REJECT_SLICE: Final = 25
-"""Rejections of one call, for which the server copies each event whole."""
-
-
-class Rejection(NamedTuple):
-    """An event that counts for nothing, why, and the sealed trajectory that ends by it, if any."""
-
-    event_id: str
-    reason: str
-    key: TrajectoryKey | None
+REJECT_SLICE: Final = 25
+"""Rejections of one call, whose events are read whole."""
 
 
 async def mark_dead(term: Term, died: TrajectoryDied) -> bool:
@@ -47,28 +39,59 @@ async def mark_dead(term: Term, died: TrajectoryDied) -> bool:
 
     Raises:
         ConflictError: it is not sealed, or already in a batch.
+        FencedError: another planner leads the run.
     """
-    words = (keys.trajectory_id(died.key), died.reason, encode_event(died))
-    return bool(await _MARK_DEAD.run(term, *words))
+    known, name = keys.run_keys(term.run), keys.trajectory_id(died.key)
+
+    async def read() -> Any:
+        return await read_facts(
+            term, ("HGET", known.ledger, name), ("HGET", known.held, name), ("TIME",)
+        )
+
+    def decide(facts: Any) -> Changes | None:
+        entry, held, now = facts
+        return dead_writes.mark_dead(Attempt(name, entry, held), died, now_ms=time_ms(now))
+
+    return await write_decision(term, read, decide) is not None
 
 
-async def reject_events(term: Term, rejections: Sequence[Rejection]) -> int:
-    """Reject events, each once; return how many were rejected now.
+async def reject_events(term: Term, rejections: Sequence[Rejection]) -> None:
+    """Reject events, each once. They, or their trajectories, become dead letters.
 
-    They, or their trajectories, become dead letters.
+    Raises:
+        FencedError: another planner leads the run.
     """
-    num_new = 0
-    for start in range(0, len(rejections), _REJECT_SLICE):
-        words: list[str | bytes] = []
-        for each in rejections[start : start + _REJECT_SLICE]:
-            words += (each.event_id, each.reason)
-            if each.key is None:
-                words += ("", b"")
-            else:
-                died = TrajectoryDied(key=each.key, reason=each.reason)
-                words += (keys.trajectory_id(each.key), encode_event(died))
-        num_new += await _REJECT_EVENTS.run(term, MAX_KEPT_BYTES, MAX_KEPT_EVENTS, *words)
-    return num_new
+    for start in range(0, len(rejections), REJECT_SLICE):
+        some = rejections[start : start + REJECT_SLICE]
+        await write_decision(
+            term,
+            lambda some=some: _read_rejections(term, some),
+            lambda facts: dead_writes.reject(facts[0], newest=facts[1], now_ms=facts[2]),
+        )
+
+
+async def _read_rejections(
+    term: Term, rejections: Sequence[Rejection]
+) -> tuple[list[RejectionFacts], tuple[str, str], int]:
+    """Return the facts about events, the newest kept and the newest rejected one, and the time."""
+    known = keys.run_keys(term.run)
+    ids = ["" if each.key is None else keys.trajectory_id(each.key) for each in rejections]
+    entries, held, kept, rejected, now, *records = await read_facts(
+        term,
+        ("HMGET", known.ledger, *ids),
+        ("HMGET", known.held, *ids),
+        ("XREVRANGE", known.damaged, "+", "-", "COUNT", 1),
+        ("ZRANGE", known.rejected, -1, -1),
+        ("TIME",),
+        *(("XRANGE", known.events, each.event_id, each.event_id) for each in rejections),
+    )
+    attempts = map(Attempt, ids, entries, held)
+    facts = [
+        RejectionFacts(each, attempt if each.key else None, record[0][1] if record else {})
+        for each, attempt, record in zip(rejections, attempts, records, strict=True)
+    ]
+    newest = (kept[0][0] if kept else b"0-0", rejected[0] if rejected else b"0-0")
+    return facts, (newest[0].decode(), newest[1].decode()), time_ms(now)
 
 
 async def read_rejected(client: redis.asyncio.Redis, run: str) -> set[str]:
@@ -102,20 +125,11 @@ async def read_seals(
     return seals
 
 
-async def read_posted_rewards(
-    client: redis.asyncio.Redis, run: str, wanted: Collection[TrajectoryKey]
-) -> dict[TrajectoryKey, RewardPosted]:
-    """Return the rewards that were posted for these trajectories, as far as events are kept."""
-    posted: dict[TrajectoryKey, RewardPosted] = {}
-    after = "0-0"
-    while wanted and (entries := await read_events_async(client, run, after=after)):
-        for entry in entries:
-            event = _read_reward(entry.record) if entry.posted_for else None
-            if event is not None and event.key in wanted:
-                posted.setdefault(event.key, event)
-        after = entries[-1].event_id
-        await asyncio.sleep(0)
-    return posted
+async def note_damage(
+    client: redis.asyncio.Redis, run: str, *, step: int, manifest_hash: str, sentence: str
+) -> None:
+    """Record damaged payload of a planned step that a rank was refused, for `turnstream why`."""
+    await _NOTE_DAMAGE.call_async(client, run, step, manifest_hash, sentence)
 
 
 def _read_seal(record: bytes, key: TrajectoryKey) -> SealedTrajectory | RecordError:
@@ -126,11 +140,3 @@ def _read_seal(record: bytes, key: TrajectoryKey) -> SealedTrajectory | RecordEr
     if not isinstance(event, SealedTrajectory) or event.key != key:
         return CorruptRecordError(f"another record is in its place: {event}")
     return event
-
-
-def _read_reward(record: bytes) -> RewardPosted | None:
-    try:
-        event = decode_event(record)
-    except RecordError:
-        return None
-    return event if isinstance(event, RewardPosted) else None

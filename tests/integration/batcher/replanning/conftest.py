@@ -19,7 +19,7 @@ from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP, Upkee
 from turnstream_server.bus.admin.dead_letters import read_dead_letters
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.planning.manifests import read_plan
-from turnstream_server.bus.planning.replans import Replanned, await_replan, request_replan
+from turnstream_server.bus.planning.replans import await_replan, request_replan
 from turnstream_server.bus.queries.ledger import read_budget
 from turnstream_server.bus.sessions.observers import declare_observer, note_observed
 
@@ -49,7 +49,7 @@ def planned(house):
 def replan(house):
     """Asks for it, and waits for the answer."""
 
-    def ask(run: str) -> Replanned:
+    def ask(run: str) -> str:
         return await_replan(house.client, run, request_replan(house.client, run), wait_s=30)
 
     return lambda run: asyncio.to_thread(ask, run)

@@ -14,6 +14,8 @@
 --              Then commands of the server, and
 --                ENTRY   a field, which gets the id of the entry that the XADD before it has added
 --                EXTEND  field, bytes that are added to the end of its value; ...
+--                CUT     id: removes the entries of a stream from this one on. The next entry may
+--                        have a lower id than they had
 -- Reply:     {1, the reply of each command}, or {0, key, field, its value or false} of the first fact
 --            that does not hold: nothing was written
 
@@ -48,6 +50,15 @@ local function extend(key, first, last)
     changes[#changes + 1] = (found or '') .. ARGV[first + 2 * i - 1]
   end
   write_sliced('HSET', key, changes)
+end
+
+-- A stream keeps the id of its last entry when that is deleted. So it is written again.
+local function cut(key, first_removed)
+  local kept = redis.call('XRANGE', key, '-', '(' .. first_removed)
+  redis.call('DEL', key)
+  for _, entry in ipairs(kept) do
+    redis.call('XADD', key, entry[1], unpack(entry[2]))
+  end
 end
 
 local FACTS = {}
@@ -120,6 +131,8 @@ each_call(function(name, key, first, last)
     redis.call('HSET', key, ARGV[first], replies[#replies])
   elseif name == 'EXTEND' then
     extend(key, first, last)
+  elseif name == 'CUT' then
+    cut(key, ARGV[first])
   elseif not FACTS[name] then
     local some = words(first, last)
     replies[#replies + 1] = redis.call(name, key, unpack(some))

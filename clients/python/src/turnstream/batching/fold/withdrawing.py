@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.members import FoldState, GroupMembers
-from turnstream.batching.merge.plan import GroupPlan, Manifest, TrajectoryPlan
-from turnstream.batching.scoring.rewards import length_penalty, with_posted_reward
-from turnstream.types import GroupOpened, RewardPosted, SealedTrajectory, TrajectoryKey
-
-_NO_MORE_REFILLS: Final = 1 << 30
-"""Refills that a group which was planned counts as having had: its prompt may be gone."""
+from turnstream.batching.merge.plan import Manifest, TrajectoryPlan
+from turnstream.batching.scoring.rewards import length_penalty
+from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey
 
 
 def state_before(
@@ -28,17 +24,29 @@ def state_before(
     """Return a state in which the groups of these plans are ready again, before all others.
 
     Members that are missing here are dead. No sample joins these groups, and no refill replaces a
-    dead member. The event PlansWithdrawn judges the groups that have fewer members than planned.
-    They are opened by "0-0", "0-1", ... in plan order, before any group that was never planned.
+    dead member: the prompt may be gone. The event PlansWithdrawn judges the groups that have fewer
+    members than planned. They are opened by "0-0", "0-1", ... in plan order.
     """
     groups: dict[str, GroupMembers] = {}
     ready: dict[str, str] = {}
-    for manifest in manifests:
-        for plan in manifest.groups:
-            seen = state.decided.get(plan.group_id, set[TrajectoryKey]())
-            event_id = f"0-{len(groups)}"
-            groups[plan.group_id] = _group_of(plan, members, opened_by=event_id, seen=seen)
-            ready[plan.group_id] = manifest.last_event_id
+    for plan, last_event_id in [(g, m.last_event_id) for m in manifests for g in m.groups]:
+        name, planned = plan.group_id, [each.key for each in plan.trajectories]
+        left = {key.sample: members[key] for key in planned if key in members}
+        samples = range(1 + max(key.sample for key in planned))
+        groups[name] = GroupMembers(
+            GroupOpened(
+                group_id=name,
+                prompt_uid=plan.prompt_uid,
+                num_samples=len(samples),
+                num_needed=len(planned),
+            ),
+            opened_by=f"0-{len(groups)}",
+            members=left,
+            ended={*samples} - left.keys(),
+            num_asked=1 << 30,
+            seen=state.decided.get(name, set[TrajectoryKey]()) | {*planned},
+        )
+        ready[name] = last_event_id
     return replace(
         state,
         groups={**groups, **state.groups},
@@ -47,50 +55,16 @@ def state_before(
     )
 
 
-def _group_of(
-    plan: GroupPlan,
-    members: Mapping[TrajectoryKey, SealedTrajectory],
-    *,
-    opened_by: str,
-    seen: set[TrajectoryKey],
-) -> GroupMembers:
-    """Return a group that was planned, with its living members; all other samples have ended."""
-    planned = [trajectory.key for trajectory in plan.trajectories]
-    left = {key.sample: members[key] for key in planned if key in members}
-    num_samples = 1 + max(key.sample for key in planned)
-    opened = GroupOpened(
-        group_id=plan.group_id,
-        prompt_uid=plan.prompt_uid,
-        num_samples=num_samples,
-        num_needed=len(planned),
-    )
-    return GroupMembers(
-        opened,
-        opened_by,
-        members=left,
-        ended=set(range(num_samples)) - left.keys(),
-        num_asked=_NO_MORE_REFILLS,
-        seen=seen | {*planned},
-    )
-
-
 def with_planned_reward(
-    sealed: SealedTrajectory,
-    plan: TrajectoryPlan,
-    *,
-    posted: RewardPosted | None,
-    config: BatchingConfig,
+    sealed: SealedTrajectory, plan: TrajectoryPlan, *, config: BatchingConfig
 ) -> SealedTrajectory:
     """Return a trajectory with its planned reward, which may have been posted after its seal.
 
-    If `posted` is gone, the plan has the reward but not its components. A run that compares
-    components then continues without the trajectory. `config` is that of the plan.
+    The plan has the reward but not its components. A run that compares components then continues
+    without the trajectory. `config` is that of the plan.
     """
     if not sealed.awaits_reward:
         return sealed
-    if posted is not None:
-        return with_posted_reward(sealed, posted)
-    if config.estimator == "gdpo" or config.reward_source != "outcome":
-        return replace(sealed, awaits_reward=False)
-    reward = plan.reward - length_penalty(sealed, config)
+    is_whole = config.estimator != "gdpo" and config.reward_source == "outcome"
+    reward = plan.reward - length_penalty(sealed, config) if is_whole else None
     return replace(sealed, reward=reward, awaits_reward=False)
