@@ -11,7 +11,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from turnstream.errors import RecordError, RejectedError, UnknownFormatError
+from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
 from turnstream.store.client.connection import connect, connect_async
 from turnstream.store.client.deadlines import SILENT_S
 from turnstream_server.keys.places import Places
@@ -95,7 +95,8 @@ class StoreThreads:
         """Return the result of a function of the client, which runs in a thread.
 
         Raises:
-            RejectedError: a stored record is damaged, or another release wrote it.
+            CorruptRecordError: a stored record is damaged.
+            UnknownFormatError: another release wrote it.
         """
         return await self._in_thread(lambda: work(self._client))
 
@@ -112,9 +113,10 @@ class StoreThreads:
     async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except UnknownFormatError:
+            raise
         except RecordError as error:  # else it would count as an error of the request
-            what = "" if isinstance(error, UnknownFormatError) else "the store is damaged: "
-            raise RejectedError(f"{what}{error}") from error
+            raise CorruptRecordError(f"the store is damaged: {error}") from error
 
     async def close(self) -> None:
         """Disconnect, once the running functions have returned."""

@@ -15,6 +15,9 @@ from testkit.gateway_thread import GatewayThread
 from testkit.ingest import IngestClient, results_of, turn_fields
 from testkit.rest_api import RestApi
 from testkit.turns import turn
+from turnstream.errors import RejectedError
+from turnstream.http.problems import error_of
+from turnstream.http.wire_version import HEADER, WIRE_VERSION
 from turnstream_server.gateway import parsers
 from turnstream_server.gateway.rest import bodies
 
@@ -94,3 +97,14 @@ def test_requests_are_answered_while_a_large_body_is_parsed(
         finally:
             may_end.set()
         assert {each["status"] for each in results_of(posted.result(30))} == {201}
+
+
+def test_answers_have_the_wire_version_and_unknown_ones_are_refused(api: RestApi) -> None:
+    for sent, status in ((None, 200), ("1", 200), ("2", 400), ("0", 400), ("x", 400)):
+        answer = api.http.get("runs", headers={} if sent is None else {HEADER: sent})
+
+        assert (answer.status_code, answer.headers[HEADER]) == (status, str(WIRE_VERSION)), sent
+        if status == 400:
+            error = error_of(answer.json())
+            assert type(error) is RejectedError
+            assert str(error).startswith(f"{HEADER} is '{sent}', and this gateway knows 1: ")

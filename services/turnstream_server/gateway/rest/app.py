@@ -36,6 +36,7 @@ from turnstream_server.gateway.rest.runs import (
     tasks,
     versions,
 )
+from turnstream_server.gateway.rest.wire import WireVersionApp
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.telemetry.log_counts import count_error
 
@@ -85,6 +86,7 @@ def make_rest_app(gateway: Gateway) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router, dependencies=[Depends(refuse_unknown_query)])
     app.add_route("/openapi.json", _Document(app).get, methods=["GET"])
+    app.add_middleware(WireVersionApp)
     app.add_exception_handler(TurnstreamError, _refuse)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)

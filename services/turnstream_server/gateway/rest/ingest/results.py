@@ -14,15 +14,20 @@ from turnstream.errors import (
     InvalidTurnError,
     RejectedError,
     TurnstreamError,
-    UnavailableError,
     WaitReason,
 )
+from turnstream.http.problems import MEDIA_TYPE
 from turnstream.store.waits.read_waits import read_waits_async
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import GroupOpened
 from turnstream_server.gateway.bodies import json_response
 from turnstream_server.gateway.rest.bodies import JSON
-from turnstream_server.gateway.rest.problems import MEDIA_TYPE, Problem, problem_of, response
+from turnstream_server.gateway.rest.problems import (
+    Problem,
+    named_reasons,
+    problem_of,
+    response,
+)
 
 UNSUPPORTED: Final[dict[int | str, dict[str, Any]]] = {
     415: {
@@ -37,19 +42,6 @@ _OF_WHOLE_RESPONSE: Final = (404, 429, 503)
 """Statuses that are those of the response, if all items have the same."""
 
 
-class Reason(BaseModel):
-    """Why a group is not admitted now."""
-
-    kind: str = Field(examples=["out_of_capacity"])
-    sentence: str = Field(examples=["8 groups are live, 8 are allowed after step 3"])
-
-
-class ItemProblem(Problem):
-    """The error of an item; `reasons` say why it has to wait."""
-
-    reasons: list[Reason] | None = None
-
-
 class _Result(BaseModel):
     index: int = Field(description="Place of the item in the request, from 0.")
     status: int = Field(description="201 if it is stored, else that of the problem.")
@@ -62,7 +54,7 @@ class GroupResult(_Result):
     open_samples: list[int] | None = Field(
         None, description="Samples that are open for this writer; absent with a problem."
     )
-    problem: ItemProblem | None = Field(None, description="Absent if the group is open.")
+    problem: Problem | None = Field(None, description="Absent if the group is open.")
 
 
 class GroupResults(BaseModel):
@@ -80,7 +72,7 @@ class WriteResult(_Result):
         None, description="State after this item; absent with a problem."
     )
     next_turn: int | None = Field(None, description="Index of the next turn, if it is known.")
-    problem: ItemProblem | None = Field(None, description="Absent if the item is stored.")
+    problem: Problem | None = Field(None, description="Absent if the item is stored.")
 
 
 class WriteResults(BaseModel):
@@ -161,6 +153,5 @@ def _item_problem(error: TurnstreamError, *, field: str, reasons: Sequence[WaitR
         return problem
     if problem.retry_after_s is None:
         problem.retry_after_s = _DEFAULT_RETRY_S
-    why = [*(error.reasons if isinstance(error, UnavailableError) else ()), *reasons]
-    named = [Reason(kind=reason.kind, sentence=reason.sentence) for reason in why]
-    return ItemProblem(**problem.model_dump(), reasons=named or None)
+    problem.reasons = [*(problem.reasons or ()), *(named_reasons(reasons) or ())] or None
+    return problem

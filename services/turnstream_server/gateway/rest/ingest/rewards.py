@@ -26,11 +26,11 @@ from turnstream_server.gateway.rest.bodies import (
 )
 from turnstream_server.gateway.rest.ingest.results import (
     Answered,
-    ItemProblem,
     described_results,
     respond,
 )
 from turnstream_server.gateway.rest.ingest.writes import named_fields
+from turnstream_server.gateway.rest.problems import Problem
 
 router = APIRouter(tags=["ingest"])
 
@@ -88,7 +88,7 @@ class RewardResult(BaseModel):
         description="`duplicate`: the same was posted before. `late`: the group was decided "
         "before, and the reward changes nothing. Absent with a problem.",
     )
-    problem: ItemProblem | None = Field(None, description="Absent if the reward is posted.")
+    problem: Problem | None = Field(None, description="Absent if the reward is posted.")
 
 
 class RewardResults(BaseModel):

@@ -35,7 +35,7 @@ from turnstream_server.gateway.rest.bodies import (
 from turnstream_server.gateway.rest.held import held_calls, while_connected
 from turnstream_server.gateway.rest.ingest.delivery import Delivery
 from turnstream_server.gateway.rest.ingest.requests import Call
-from turnstream_server.gateway.rest.ingest.results import UNSUPPORTED, ItemProblem, Reason
+from turnstream_server.gateway.rest.ingest.results import UNSUPPORTED
 from turnstream_server.gateway.rest.ingest.writers import IngestPublisher
 from turnstream_server.gateway.rest.ingest.writes import Write
 from turnstream_server.gateway.rest.problems import problem_of, response
@@ -160,9 +160,7 @@ async def _ready(taking: Awaitable[_Taken]) -> _Taken | Response:
     try:
         return await taking
     except NotReadyError as error:
-        named = [Reason(kind=each.kind, sentence=each.sentence) for each in error.reasons]
-        fields = {**problem_of(error).model_dump(), "retry_after_s": _RETRY_S}
-        return response(ItemProblem(**fields, reasons=named or None))
+        return response(problem_of(error).model_copy(update={"retry_after_s": _RETRY_S}))
 
 
 async def _open_for(
