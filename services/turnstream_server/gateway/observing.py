@@ -12,6 +12,7 @@ from typing import Any, Final
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from turnstream_server.gateway.rest.run_paths import path_run
 from turnstream_server.logs import bound
 from turnstream_server.telemetry.instruments import counter, histogram
 from turnstream_server.telemetry.tracing import span
@@ -115,7 +116,7 @@ def _record(scope: Scope, exchange: _Exchange, *, route: str) -> None:
     facts: dict[str, Any] = {"status": exchange.status, "duration_s": round(duration_s, 6)}
     facts |= {"bytes": exchange.num_bytes}
     if run := scope.get("path_params", {}).get("run"):
-        facts["run"] = run
+        facts["run"] = path_run(run)
     level = logging.DEBUG if route in _FREQUENT else logging.INFO
     logger.log(level, "%s %s", method, route, extra=facts)
 

@@ -113,7 +113,7 @@ class StoreThreads:
     async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        except UnknownFormatError:
+        except (CorruptRecordError, UnknownFormatError):
             raise
         except RecordError as error:  # else it would count as an error of the request
             raise CorruptRecordError(f"the store is damaged: {error}") from error

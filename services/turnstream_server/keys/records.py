@@ -81,9 +81,13 @@ class ApiKey(NamedTuple):
         if role not in self.roles and "admin" not in self.roles:
             have = ", ".join(sorted(self.roles))
             raise AccessDeniedError(f"key {self.name!r} has the roles {have}, needed is {role}")
+        self.require_run(run)
+
+    def require_run(self, run: str | None) -> None:
+        """Raise AccessDeniedError if the key may not use this run."""
         if run is not None and self.runs and RunId(run).name not in self.runs:
             allowed = ", ".join(self.runs)
-            message = f"key {self.name!r} may use the runs {allowed}, and not {run!r}"
+            message = f"key {self.name!r} may use the runs {allowed}, and not {str(run)!r}"
             raise AccessDeniedError(message)
 
 

@@ -24,9 +24,10 @@ from fuzz.bodies import (
 from fuzz.calls import Metadata, call_with_metadata
 from fuzz.campaign import MAX_BYTES, Report
 from fuzz.damage import damaged
+from turnstream.http.address import with_key
 from turnstream.store.client.api_keys import FILE_VARIABLE, METADATA
 from turnstream.store.client.connection import connect
-from turnstream.store.client.http_address import REPLIES, with_key
+from turnstream.store.client.http_address import REPLIES
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.jobs.stack import Service, Stack
 from turnstream_server.keys.records import ApiKey, KeyLimits, encode_key, key_id_of, new_secret

@@ -298,8 +298,8 @@ def test_requests_of_the_http_page_may_be_repeated(runner: Runner) -> None:
         assert '"status":201' in output
 
     with turnstream.connect() as service:
-        wait_until(lambda: read_frontier(service._client, "lab").planned == 1)
-        assert read_ledger(service._client, "lab").accepted == 1
+        wait_until(lambda: read_frontier(service._calls._client, "lab").planned == 1)
+        assert read_ledger(service._calls._client, "lab").accepted == 1
 
 
 def test_weights_runs_as_printed(runner: Runner) -> None:

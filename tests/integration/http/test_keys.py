@@ -25,8 +25,8 @@ from turnstream.errors import (
     UnknownKeyError,
 )
 from turnstream.generator import Publisher
+from turnstream.http.address import with_key
 from turnstream.store.client.connection import address_of
-from turnstream.store.client.http_address import with_key
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.keys.records import KeyLimits
@@ -169,8 +169,8 @@ def test_key_is_shown_nowhere(
         opened = service.run(run)
         with opened.publisher() as publisher:
             publisher.publish(group("g")).result()
-        pool = service._client.connection_pool
-        shown = [service, opened, service.url, pool, pool.connection_kwargs, service._client]
+        client: Any = vars(service._calls)["_client"]
+        shown = [service, opened, service.url, service._calls, client, client.gateway]
         with pytest.raises(AccessDeniedError) as denied:
             opened.pause()
     gateway.stop()
@@ -285,7 +285,8 @@ def test_other_address_is_refused(url: str, message: str) -> None:
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx2", None)
-    monkeypatch.delitem(sys.modules, "turnstream.store.client.http_connection", raising=False)
+    for name in ("answers", "client", "gateway_calls", "version_wait"):
+        monkeypatch.delitem(sys.modules, f"turnstream.http.{name}", raising=False)
 
     with pytest.raises(MissingExtraError, match=r"httpx2: pip install 'turnstream\[http\]'"):
         turnstream.connect("http://host:7601")

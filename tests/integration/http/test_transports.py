@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis
@@ -16,17 +16,23 @@ from testkit.batchers import BatcherThread
 from testkit.gateway_thread import GatewayThread
 from testkit.generator_calls import SETTINGS, operate, write_everything
 from testkit.stores import RunReader
+from turnstream import errors
 from turnstream.errors import (
     ConflictError,
+    CorruptRecordError,
     EndOfRunError,
     FencedError,
     GroupTooLargeError,
+    InvalidConfigError,
+    InvalidTurnError,
     NotReadyError,
     RunNotFoundError,
     TurnstreamError,
+    UnknownFormatError,
 )
 from turnstream.generator import AsyncPublisher, Prompt
 from turnstream.generator.transport import sender
+from turnstream.records.configs import encode_config
 from turnstream.store.client import keys
 from turnstream.types import TrajectoryKey
 from turnstream.wire.v1 import calls_pb2 as wire
@@ -177,6 +183,79 @@ def _planned_step(service: turnstream.Service, name: str, _: redis.Redis) -> Non
     run.close(leftover="drop")
 
 
+def _next_run_of_the_name(service: turnstream.Service, name: str, client: redis.Redis) -> None:
+    run = service.create_run(name, batch_groups=1)
+    delete_run(client, name)
+    assert service.create_run(name, batch_groups=2).config.batch_groups == 2
+    calls: list[Callable[[], object]] = [
+        lambda: run.config,
+        run.credit,
+        run.pause,
+        run.resume,
+        run.close,
+        run.reopen,
+        lambda: run.revise(from_step=2, batch_groups=4),
+        lambda: run.post_reward(TrajectoryKey("g", 0), 1.0),
+        lambda: run.add_prompts([Prompt(prompt_uid="p", payload=b"", num_samples=1)]),
+        run.batches,
+    ]
+    for call in calls:
+        with pytest.raises(RunNotFoundError):
+            call()
+    assert service.run(name).credit().reason is None  # nothing has changed it
+    run.pause()
+
+
+def _id_in_place_of_a_name(service: turnstream.Service, name: str, _: redis.Redis) -> None:
+    service.create_run(f"{name}~2", batch_groups=1)
+
+
+def _name_without_a_key(service: turnstream.Service, name: str, _: redis.Redis) -> None:
+    service.run("x" * 513)
+
+
+def _dots(service: turnstream.Service, name: str, _: redis.Redis) -> None:
+    service.run("..")
+
+
+def _unread_setting(service: turnstream.Service, name: str, _: redis.Redis) -> None:
+    service.create_run(name, batch_groups=1, pass_k=3)
+
+
+def _step_zero(service: turnstream.Service, name: str, _: redis.Redis) -> None:
+    service.create_run(name, batch_groups=1).revise(from_step=0, batch_groups=2)
+
+
+def _unknown_leftover(service: turnstream.Service, name: str, _: redis.Redis) -> None:
+    service.create_run(name, batch_groups=1).close(leftover=cast("Any", "burn"))
+
+
+def _reward_of_no_number(service: turnstream.Service, name: str, _: redis.Redis) -> None:
+    service.create_run(name, batch_groups=1).post_reward(TrajectoryKey("g", 0), float("nan"))
+
+
+def _missing_prompts(service: turnstream.Service, name: str, _: redis.Redis) -> None:
+    run = service.create_run(name, batch_groups=1)
+    run.add_prompts([Prompt(prompt_uid="p", payload=b"", num_samples=1)], first=7)
+
+
+def _prompts_from_zero(service: turnstream.Service, name: str, _: redis.Redis) -> None:
+    service.create_run(name, batch_groups=1).add_prompts([], first=0)
+
+
+def _run_of_another_release(service: turnstream.Service, name: str, client: redis.Redis) -> None:
+    run = service.create_run(name, batch_groups=1)
+    stored = encode_config(run.config).replace('"format": 3', '"format": 9')
+    client.hset(keys.run_keys(name).config, "1", stored)
+    _ = run.config
+
+
+def _damaged_run(service: turnstream.Service, name: str, client: redis.Redis) -> None:
+    run = service.create_run(name, batch_groups=1)
+    client.hset(keys.run_keys(name).config, "1", "{")
+    _ = run.config
+
+
 def _no_version(service: turnstream.Service, name: str, _: redis.Redis) -> None:
     service.create_run(name, batch_groups=8).wait_for_version(timeout_s=0.3)
 
@@ -186,13 +265,25 @@ Case = Callable[[turnstream.Service, str, redis.Redis], None]
 CASES: dict[Case, type[TurnstreamError]] = {
     _unknown_run: RunNotFoundError,
     _deleted_run: RunNotFoundError,
+    _next_run_of_the_name: RunNotFoundError,
+    _dots: RunNotFoundError,
+    _id_in_place_of_a_name: InvalidConfigError,
+    _name_without_a_key: InvalidConfigError,
+    _unread_setting: InvalidConfigError,
+    _step_zero: InvalidConfigError,
+    _unknown_leftover: InvalidConfigError,
+    _reward_of_no_number: InvalidTurnError,
+    _missing_prompts: ConflictError,
+    _prompts_from_zero: InvalidTurnError,
+    _run_of_another_release: UnknownFormatError,
+    _damaged_run: CorruptRecordError,
     _other_settings: ConflictError,
     _group_again: ConflictError,
     _closed_run: EndOfRunError,
     _no_admission: NotReadyError,
     _large_group: GroupTooLargeError,
     _no_prompt_left: NotReadyError,
-    _large_prompt: TurnstreamError,
+    _large_prompt: InvalidTurnError,
     _held_trajectory: ConflictError,
     _unknown_reward: ConflictError,
     _planned_step: ConflictError,
@@ -218,8 +309,9 @@ def test_same_mistakes_have_the_same_errors(
             (each.kind, _without_numbers(each.sentence)) for each in getattr(error, "reasons", ())
         ]
         retry_s = getattr(error, "retry_after_s", None)
-        text = _without_numbers(str(error).replace(name, "RUN"))
-        found.append((type(error), text, reasons, retry_s is not None))
+        text = str(error).replace(name, "RUN").replace(keys.encode_name(name), "RUN")
+        public = next(each for each in type(error).mro() if each.__module__ == errors.__name__)
+        found.append((public, _without_numbers(text), reasons, retry_s is not None))
 
     assert found[1] == found[0]
 

@@ -70,7 +70,8 @@ _SMALL: Final = (
     "telemetry",
 )
 _PLAIN: Final = (
-    *("/healthz", "/readyz", "/metrics", "/v1/openapi.json", f"{_RUN}/batches/{{step}}/{{index}}"),
+    *("/healthz", "/readyz", "/metrics", "/v1/openapi.json", "/v1/ping", "/v1/batchers"),
+    f"{_RUN}/batches/{{step}}/{{index}}",
     *(f"/api/v1/{name}" for name in ("samplers/{sampler_id}", "get_server_capabilities")),
     *(f"/api/v1/{name}" for name in ("sessions", "sessions/{session_id}", "healthz")),
     *(f"/api/v1/{name}" for name in ("training_runs", "training_runs/{model_id}", "checkpoints")),
@@ -96,10 +97,12 @@ LARGEST: Final[dict[str, Entry]] = {
     **{f"GET {path}": plain for path in _PLAIN},
     "GET /v1/runs": reads(query=[f"limit={MAX_RUNS}"]),
     f"GET {_RUN}": reads(query=[""]),
+    f"GET {_RUN}/config": reads(query=[""]),
+    f"GET {_RUN}/credit": reads(query=[""]),
     f"GET {_RUN}/ledger": reads(query=["", "state=filtered", "state=open"]),
     f"GET {_RUN}/batches": reads(query=["from_step=1&limit=100"]),
     f"GET {_RUN}/batches/{{step}}": reads(step=[PLANNED, 1]),
-    f"GET {_RUN}/versions": reads(query=["above=-1&limit=1000"]),
+    f"GET {_RUN}/versions": reads(query=["above=-1&limit=1000", f"above={2**53 - 2}"]),
     f"GET {_RUN}/waits": reads(query=[""]),
     f"GET {_RUN}/trajectories/{{group:path}}/{{sample}}": reads(
         group=["never", "task-1000-63", "task-383", "end-399-62", "large-3"],

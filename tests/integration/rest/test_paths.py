@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import redis
@@ -15,9 +16,12 @@ from testkit.gateway_thread import GatewayThread
 from testkit.ingest import IngestClient, results_of, turn_fields
 from testkit.rest_api import RestApi
 from testkit.turns import turn
+from turnstream.batching.config import BatchingConfig
 from turnstream.errors import RejectedError
 from turnstream.http.problems import error_of
 from turnstream.http.wire_version import HEADER, WIRE_VERSION
+from turnstream.store.run.runs import create_run
+from turnstream_server.bus.admin.deletion import delete_run
 from turnstream_server.gateway import parsers
 from turnstream_server.gateway.rest import bodies
 
@@ -43,19 +47,40 @@ def test_run_with_a_line_break_has_a_path(api: RestApi) -> None:
     assert api.get("runs/two%0Alines")["run"] == "two\nlines"
 
 
-def test_run_with_a_slash_is_refused_with_its_reason(
+def test_run_with_a_slash_has_routes_of_its_own(
     api: RestApi, client: redis.Redis, new_run: Callable[..., str]
 ) -> None:
     run = new_run(client)
-    settings = {"batch_groups": 1}
+    for name in (f"{run}/ledger", f"{run}//a/", f"{run}/%2F"):
+        part = quote(name, safe="")
+        missing = api.refused("GET", f"runs/{part}", 404)
+        assert missing["detail"].startswith(f"no run named '{name}'")
+        assert api.post("runs", name=name, settings={"batch_groups": 1})["run"] == name
+        assert api.post(f"runs/{part}/pause")["run"] == name
+        assert api.get(f"runs/{part.replace('%2F', '%2f')}/ledger")["run"] == name
+        api.refused("GET", f"runs/{part}/trajectories/g%2Fh/0", 404)
 
-    refused = api.refused("POST", "runs", 422, name=f"{run}/a", settings=settings)
-    read = api.refused("GET", f"runs/{run}%2Fa", 404)
     unknown = api.refused("GET", f"runs/{run}/nothing", 404)
-
-    assert (refused["field"], refused["value"]) == ("body.name", f"{run}/a")
-    assert read["detail"].endswith("a run whose name has '/' is available in the Python SDK only")
     assert unknown["detail"] == f"no route has the path '/v1/runs/{run}/nothing'"
+    assert api.get(f"runs/{run}")["state"] == "open"
+
+
+def test_path_with_an_id_is_bound_to_one_run(
+    api: RestApi, client: redis.Redis, new_run: Callable[..., str]
+) -> None:
+    run = new_run(client)
+    assert api.get(f"runs/{run}~1/config")["run"] == run
+    delete_run(client, run)
+    create_run(client, run, BatchingConfig(batch_groups=8, mini_batch_groups=8))
+
+    for path in ("", "/config", "/credit", "/ledger"):
+        assert api.get(f"runs/{run}~2{path}") == api.get(f"runs/{run}{path}")
+        gone = api.refused("GET", f"runs/{run}~1{path}", 404)
+        assert gone["detail"].startswith(f"no run named '{run}'")
+    item = {"group_id": "g", "num_samples": 1}
+    for _ in range(2):  # a gateway keeps the id of a name for a second
+        assert api.http.post(f"runs/{run}/groups", json={"items": [item]}).status_code == 200
+        assert api.http.post(f"runs/{run}~1/groups", json={"items": [item]}).status_code == 404
 
 
 def test_problem_of_a_number_that_json_lacks_is_json(

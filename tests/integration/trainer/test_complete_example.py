@@ -62,7 +62,7 @@ def test_complete_trainer_learns_and_continues_at_its_checkpoint(
         run.close()
         example.main()
         with turnstream.connect() as service:
-            states = read_ledger(service._client, "demo").by_state
+            states = read_ledger(service._calls._client, "demo").by_state
 
     assert states[TrajectoryState.COMMITTED] == 6
     checkpoints = sorted(path.name for path in tmp_path.glob("checkpoint-*"))

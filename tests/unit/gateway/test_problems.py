@@ -48,7 +48,7 @@ def _made(kind: type[Any]) -> TurnstreamError:
 
 
 def _travelled(error: TurnstreamError) -> TurnstreamError:
-    document: dict[str, Any] = json.loads(response(problem_of(error)).body)
+    document: dict[str, Any] = json.loads(bytes(response(problem_of(error)).body))
     return error_of(document)
 
 

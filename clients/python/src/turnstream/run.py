@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import redis
-
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.from_settings import with_settings
+from turnstream.calls import Calls, connect_calls
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.store.client.connection import connect_for_calls, limited_client
-from turnstream.store.client.deadlines import SOCKET_TIMEOUT_S
-from turnstream.store.run import runs
-from turnstream.store.run.batchers import registered_batchers, wait_for_batchers
-from turnstream.store.run.configs import read_config, revise_config
-from turnstream.store.run.credits import Credit, credit
-from turnstream.store.run.rewards import RewardOutcome, post_reward
-from turnstream.store.run.tasks import Prompt, add_prompts
-from turnstream.store.waits.version_wait import wait_for_version
+from turnstream.store.run.credits import Credit
+from turnstream.store.run.rewards import RewardOutcome
+from turnstream.store.run.tasks import Prompt
 from turnstream.types import Leftover, TrajectoryKey, VersionAnnounced
 from turnstream.types.names import RunId
 
@@ -37,10 +30,10 @@ class Run:
     """
 
     def __init__(
-        self, client: redis.Redis, url: str, run_id: RunId, *, api_key: str | None = None
+        self, calls: Calls, url: str, run_id: RunId, *, api_key: str | None = None
     ) -> None:
         self.name = run_id.name
-        self._client = client
+        self._calls = calls
         self._url = url
         self._api_key = api_key
         self._id = run_id
@@ -48,7 +41,7 @@ class Run:
     @property
     def config(self) -> BatchingConfig:
         """The settings in force, read from the store."""
-        return read_config(self._client, self._id)[1]
+        return self._calls.config(self._id)
 
     def publisher(self, writer: str | None = None, **options: Any) -> Publisher:
         """Return a publisher, which streams trajectories from threads.
@@ -105,10 +98,8 @@ class Run:
 
         _ = self.config  # a batcher takes the id of a deleted run for the name of a later one
         launch = find_launch(dp_rank, dp_world_size, session)
-        if not batcher:
-            wait_for_batchers(self._client, timeout_s=timeout_s)
         stream = BatchStream(
-            batcher or registered_batchers(self._url),
+            batcher or self._calls.batchers(timeout_s=timeout_s),
             self._id,
             launch.dp_rank,
             launch.dp_world_size,
@@ -126,13 +117,11 @@ class Run:
         `first` is the number of the first of them, from 1. A call that is repeated with the same
         number adds nothing twice.
         """
-        # A slow link needs longer for payloads of some MB than for an answer.
-        with limited_client(self._client, timeout_s=SOCKET_TIMEOUT_S) as client:
-            return add_prompts(client, self._id, prompts, first=first)
+        return self._calls.add_prompts(self._id, prompts, first=first)
 
     def credit(self) -> Credit:
         """Return how many groups may start now, and the reason where none may."""
-        return credit(self._client, self._id)
+        return self._calls.credit(self._id)
 
     def post_reward(
         self,
@@ -142,11 +131,11 @@ class Run:
         reward_components: Mapping[str, float] | None = None,
     ) -> RewardOutcome:
         """Post the reward of a trajectory that was sealed with `awaits_reward`."""
-        return post_reward(self._client, self._id, key, reward, reward_components=reward_components)
+        return self._calls.post_reward(self._id, key, reward, reward_components=reward_components)
 
     def wait_for_version(self, *, above: int = -1, timeout_s: float = 600.0) -> VersionAnnounced:
         """Wait for a policy version above `above`; return the newest, or raise NotReadyError."""
-        return wait_for_version(self._client, self._id, above=above, timeout_s=timeout_s)
+        return self._calls.wait_for_version(self._id, above=above, timeout_s=timeout_s)
 
     def revise(self, *, from_step: int, **settings: Any) -> int:
         """Change settings from a step on; return the number of the revision.
@@ -156,15 +145,15 @@ class Run:
             ConflictError: the step is planned.
         """
         config = with_settings(self.config, settings)
-        return revise_config(self._client, self._id, config, from_step=from_step)
+        return self._calls.revise(self._id, config, from_step=from_step)
 
     def pause(self, reason: str = "") -> bool:
         """Start no group and plan no step until `resume`; return whether that is new."""
-        return runs.pause_run(self._client, self._id, reason)
+        return self._calls.pause(self._id, reason)
 
     def resume(self) -> bool:
         """End a pause; return whether there was one."""
-        return runs.resume_run(self._client, self._id)
+        return self._calls.resume(self._id)
 
     def close(self, reason: str = "", *, leftover: Leftover = "short") -> None:
         """Start no new group. Batches end after the last step; see `leftover`.
@@ -174,11 +163,11 @@ class Run:
             leftover: complete groups that make no whole batch are trained in a smaller one
                 ("short"), kept for a reopened run ("carry") or ended ("drop").
         """
-        runs.close_run(self._client, self._id, reason, leftover=leftover)
+        self._calls.close_run(self._id, reason, leftover=leftover)
 
     def reopen(self) -> bool:
         """Take new groups again; return whether the run was closed."""
-        return runs.reopen_run(self._client, self._id)
+        return self._calls.reopen(self._id)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _open_run, (self._url, self._id, self._api_key)
@@ -189,4 +178,4 @@ class Run:
 
 def _open_run(url: str, run_id: RunId, api_key: str | None) -> Run:
     """Return an unpickled run with a client of this process, which connects at its first call."""
-    return Run(connect_for_calls(url), url, run_id, api_key=api_key)
+    return Run(connect_calls(url), url, run_id, api_key=api_key)

@@ -7,16 +7,14 @@ from typing import Any, Final, Self
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.from_settings import config_from_settings
+from turnstream.calls import connect_calls
 from turnstream.errors import InvalidConfigError, StoreUnavailableError
+from turnstream.http.address import is_http, parse_http, with_key, without_key
 from turnstream.run import Run
 from turnstream.store.client.api_keys import own_key
-from turnstream.store.client.connection import address_of, checked_url, connect_for_calls
-from turnstream.store.client.http_address import is_http, parse_http, with_key, without_key
+from turnstream.store.client.connection import address_of, checked_url
 from turnstream.store.client.passwords import with_own_password
-from turnstream.store.client.replies import translating
-from turnstream.store.client.run_ids import find_run
-from turnstream.store.run import runs
-from turnstream.store.run.configs import read_config
+from turnstream.types.names import RunId
 
 DEFAULT_URL: Final = "redis://127.0.0.1:7379"
 """Where `turnstream up` keeps its store."""
@@ -70,13 +68,12 @@ class Service:
             if self._api_key is not None:
                 self._own_url = with_key(url, self._api_key)
             self._api_key = parse_http(self._own_url).api_key or None
-        self._client = connect_for_calls(self._own_url)
+        self._calls = connect_calls(self._own_url)
 
     def ping(self) -> None:
         """Check that the store answers; the error names its address, and how to start one."""
         try:
-            with translating():
-                self._client.ping()
+            self._calls.ping()
         except StoreUnavailableError as error:
             what, command = "store", "turnstream up"
             if is_http(self.url):
@@ -101,22 +98,22 @@ class Service:
             InvalidConfigError: names the setting that is unknown or cannot have this value.
             ConflictError: the run exists with other settings.
         """
-        runs.create_run(self._client, name, _config(config, settings))
-        return self.run(name)
+        return self._run(self._calls.create_run(name, _config(config, settings)))
 
     def run(self, name: str) -> Run:
         """Open the run that has this name now, or raise RunNotFoundError."""
-        run_id = find_run(self._client, name)
-        read_config(self._client, run_id)
-        return Run(self._client, self._own_url, run_id, api_key=self._api_key)
+        return self._run(self._calls.find_run(name))
 
     def runs(self) -> list[str]:
         """Return the names of all runs, sorted."""
-        return sorted({run.name for run in runs.list_runs(self._client)})
+        return sorted({run.name for run in self._calls.list_runs()})
 
     def close(self) -> None:
         """Disconnect. Publishers and batches of its runs stay open. Safe to call twice."""
-        self._client.close()
+        self._calls.close()
+
+    def _run(self, run_id: RunId) -> Run:
+        return Run(self._calls, self._own_url, run_id, api_key=self._api_key)
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Awaitable, Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import redis.asyncio
 from fastapi import Depends, Path, Request, Security
@@ -19,13 +19,27 @@ from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import AfterValidator, BeforeValidator
 
+from turnstream_server.gateway.rest.run_paths import path_run, with_slashes
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.keys.access import key_of
 from turnstream_server.keys.records import ApiKey, Role
 
+MAX_RUN_LENGTH: Final = 512
+"""Characters of a name; its encoded form has no more."""
+
 RunName = Annotated[
-    str, Path(min_length=1, max_length=384, description="Name of a run.", examples=["demo"])
+    str,
+    Path(
+        min_length=1,
+        max_length=MAX_RUN_LENGTH + 16,  # the number of an id
+        description="Name of a run, or its id. `demo~2` is the id of the second run with the name "
+        "`demo`, and `demo~1` that of the first. A `/` of the name is `%2F`.",
+        examples=["demo"],
+    ),
+    BeforeValidator(with_slashes),  # before the check for valid Unicode
+    AfterValidator(path_run),
 ]
 
 _HEADER = APIKeyHeader(name="X-API-Key", auto_error=False)
@@ -52,7 +66,7 @@ class Caller(NamedTuple):
 def needs(role: Role | None) -> Callable[..., Awaitable[Caller]]:
     """Return a dependency that returns the caller of a request, if its key has the role.
 
-    None accepts every key: the route checks the role.
+    None accepts every role.
 
     Raises:
         UnknownKeyError: no key, or one that is not accepted.
@@ -66,8 +80,11 @@ def needs(role: Role | None) -> Callable[..., Awaitable[Caller]]:
     ) -> Caller:
         gateway: Gateway = request.app.state.gateway
         key = key_of(request.scope)  # its headers are the same
+        part = request.path_params.get("run")
+        run = None if part is None else path_run(part)
         if role is not None:
-            key.require(role, run=request.path_params.get("run"))
+            key.require(role)
+        key.require_run(run)
         return Caller(key, gateway)
 
     return caller
@@ -78,6 +95,7 @@ Train = Annotated[Caller, Depends(needs("train"))]
 Read = Annotated[Caller, Depends(needs("read"))]
 Admin = Annotated[Caller, Depends(needs("admin"))]
 Known = Annotated[Caller, Depends(needs(None))]
+"""A caller with any role, for reads that a generator, a trainer and an operator make."""
 
 
 async def refuse_unknown_query(request: Request) -> None:

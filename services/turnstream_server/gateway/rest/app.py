@@ -28,11 +28,13 @@ from turnstream_server.gateway.rest.problems import (
     problem_of,
     response,
 )
+from turnstream_server.gateway.rest.run_paths import RunPathApp
 from turnstream_server.gateway.rest.runs import (
     batches,
     events,
     ledger,
     runs,
+    service,
     tasks,
     versions,
 )
@@ -45,6 +47,7 @@ logger = logging.getLogger(__name__)
 PREFIX: Final = "/v1"
 
 ROUTERS: Final[tuple[APIRouter, ...]] = (
+    service.router,
     runs.router,
     routes.router,
     tasks.router,
@@ -86,6 +89,7 @@ def make_rest_app(gateway: Gateway) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router, dependencies=[Depends(refuse_unknown_query)])
     app.add_route("/openapi.json", _Document(app).get, methods=["GET"])
+    app.add_middleware(RunPathApp)
     app.add_middleware(WireVersionApp)
     app.add_exception_handler(TurnstreamError, _refuse)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -126,18 +130,14 @@ async def _invalid(_: Request, error: Exception) -> Response:
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     title = str(error.detail)
-    detail = _no_route(request) if error.status_code == 404 else title
+    if error.status_code == 404:
+        detail = f"no route has the path {shown(request.scope['path'])}"
+    else:
+        detail = title
     problem = Problem(type="about:blank", title=title, status=error.status_code, detail=detail)
     answer = response(problem)
     answer.headers.update(error.headers or {})
     return answer
-
-
-def _no_route(request: Request) -> str:
-    detail = f"no route has the path {shown(request.scope['path'])}"
-    if b"%2f" not in request.scope.get("raw_path", b"").lower():
-        return detail
-    return f"{detail}: a run whose name has '/' is available in the Python SDK only"
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -38,6 +38,7 @@ ERRORS: Final[Mapping[str, type[errors.TurnstreamError]]] = MappingProxyType(
         "not-ready": errors.NotReadyError,
         "batcher-unavailable": errors.BatcherUnavailableError,
         "unavailable": errors.StoreUnavailableError,
+        "store-restarted": errors.StoreUnavailableError,
         "internal": errors.StoreUnavailableError,
         "unknown-format": errors.UnknownFormatError,
         "damaged": errors.CorruptRecordError,

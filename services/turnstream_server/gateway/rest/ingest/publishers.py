@@ -20,7 +20,7 @@ import redis.asyncio
 
 from turnstream.errors import RejectedError, TurnstreamError
 from turnstream.store.client.cancellation import cancel_all
-from turnstream.store.client.run_ids import find_run_async
+from turnstream.store.client.run_ids import find_run_async, is_id
 from turnstream.store.run.configs import read_config_async
 from turnstream.types import TrajectoryKey
 from turnstream.types.names import RunId
@@ -281,6 +281,8 @@ class Publishers:
 
     async def _id_of(self, run: str) -> RunId:
         """Return the id of the run that has this name, or had it a second ago."""
+        if is_id(run):
+            return RunId(run)
         found_s, run_id = self._run_ids.get(run, (-_FRESH_S, None))
         if run_id is None or _now_s() - found_s >= _FRESH_S:
             run_id = await find_run_async(self._client, run)

@@ -29,6 +29,7 @@ from turnstream_server.gateway.bodies import body_of
 from turnstream_server.gateway.parsers import IN_LOOP_BYTES
 from turnstream_server.gateway.rest.access import Read, RunName
 from turnstream_server.gateway.rest.problems import problem_of
+from turnstream_server.gateway.rest.run_paths import path_run
 from turnstream_server.gateway.rest.runs.event_follower import BEGINNING, EventFollower
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.keys.access import secret_of
@@ -188,7 +189,7 @@ async def _check_key(request: Request) -> None:
     gateway: Gateway = request.app.state.gateway
     with contextlib.suppress(UnavailableError):
         key = await gateway.keys.identify(secret_of(request.headers))
-        key.require("read", run=request.path_params["run"])
+        key.require("read", run=path_run(request.path_params["run"]))
 
 
 async def _encoded(request: Request, entries: Sequence[EventEntry], wanted: Collection[str]) -> str:

@@ -6,9 +6,11 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, Field, StrictInt, StrictStr
 
+from turnstream.store.run.credits import CreditReason
 from turnstream.types import TrajectoryState
 from turnstream_server.bus.queries.batch_numbers import BatchNumbers
 from turnstream_server.bus.sessions.observers import Observer
+from turnstream_server.gateway.rest.access import MAX_RUN_LENGTH
 from turnstream_server.gateway.rest.bodies import Body
 
 RUN_NAME: Final = "Name; of a later run of a name its id, `<name>~2`."
@@ -19,9 +21,8 @@ class NewRun(Body):
 
     name: StrictStr = Field(
         min_length=1,
-        max_length=384,
-        pattern="^[^/]+$",
-        description="Any text without `/`, which separates the parts of a path.",
+        max_length=MAX_RUN_LENGTH,
+        description="Any text but `.` and `..`, and without `~` and digits at its end.",
         examples=["demo"],
     )
     settings: dict[str, Any] = Field(
@@ -130,6 +131,28 @@ class SettingChange(BaseModel):
     name: str = Field(examples=["batch_groups"])
     before: Any = Field(examples=[8])
     after: Any = Field(examples=[16])
+
+
+class RunConfig(BaseModel):
+    """The settings in force."""
+
+    run: str = Field(description=RUN_NAME, examples=["demo"])
+    revision: int = Field(description="Number of the settings, from 1.", examples=[1])
+    settings: dict[str, Any] = Field(
+        description="All settings, and `format`, the number of the format in which the run is "
+        "stored.",
+        examples=[{"format": 3, "batch_groups": 8}],
+    )
+
+
+class RunCredit(BaseModel):
+    """How many groups may start now; their bytes must also fit into the budget."""
+
+    run: str = Field(description=RUN_NAME, examples=["demo"])
+    num_groups: int = Field(examples=[8])
+    most: int = Field(description="Groups that may be live after the last step.", examples=[16])
+    reason: CreditReason | None = Field(description="Null while a group may start.")
+    sentence: str = Field(examples=["8 groups may start: 8 of 16 are live after step 3"])
 
 
 class Revised(BaseModel):

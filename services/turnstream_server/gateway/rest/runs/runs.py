@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
 from typing import Annotated, Any, Final
 
@@ -11,16 +13,25 @@ from fastapi.responses import Response
 
 from turnstream.batching.config.from_settings import config_from_settings, with_settings
 from turnstream.batching.config.rules import changed_settings
+from turnstream.records.configs import encode_config
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run
 from turnstream.store.run import runs
-from turnstream.store.run.configs import open_run, read_revisions, revise_config
+from turnstream.store.run.configs import open_run, read_config, read_revisions, revise_config
+from turnstream.store.run.credits import credit
 from turnstream.types.names import RunId, checked_run_name
 from turnstream_server.bus.admin.deletion import delete_run
 from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.bus.queries.run_facts import progress_facts, run_facts, run_line
-from turnstream_server.gateway.rest.access import Admin, Caller, Read, RunName
+from turnstream_server.gateway.rest.access import (
+    MAX_RUN_LENGTH,
+    Admin,
+    Caller,
+    Known,
+    Read,
+    RunName,
+)
 from turnstream_server.gateway.rest.answers import answer
 from turnstream_server.gateway.rest.bodies import SmallBodyRoute
 from turnstream_server.gateway.rest.runs.models import (
@@ -31,6 +42,8 @@ from turnstream_server.gateway.rest.runs.models import (
     Revised,
     Revision,
     Run,
+    RunConfig,
+    RunCredit,
     RunLine,
     RunList,
     RunState,
@@ -70,12 +83,14 @@ async def post_run(new: NewRun, caller: Admin) -> Response:
     return await answer(caller, Run, lambda client: run_facts(client, new.name), status=status)
 
 
-FromRun = Annotated[str, Query(max_length=512, description="First run of the page, in order.")]
+FromRun = Annotated[
+    str, Query(max_length=MAX_RUN_LENGTH + 16, description="First run of the page, in order.")
+]
 Limit = Annotated[int, Query(ge=1, le=_MAX_PAGE, description="Runs of the page, at most.")]
 
 
 @router.get("/runs", response_model=RunList, summary="List runs")
-async def get_runs(caller: Read, from_run: FromRun = "", limit: Limit = _MAX_PAGE) -> Response:
+async def get_runs(caller: Known, from_run: FromRun = "", limit: Limit = _MAX_PAGE) -> Response:
     """Return state and progress of the runs that the key may use, sorted."""
 
     def read(client: redis.Redis) -> dict[str, Any]:
@@ -90,6 +105,30 @@ async def get_runs(caller: Read, from_run: FromRun = "", limit: Limit = _MAX_PAG
 async def get_run(run: RunName, caller: Read) -> Response:
     """Return state, progress, newest batch, observers and settings of a run."""
     return await answer(caller, Run, lambda client: run_facts(client, run))
+
+
+@router.get("/runs/{run}/config", response_model=RunConfig, summary="Show the settings")
+async def get_config(run: RunName, caller: Known) -> Response:
+    """Return the id of a run, and its settings in force. A key of any role may read them."""
+
+    def read(client: redis.Redis) -> dict[str, Any]:
+        run_id = find_run(client, run)
+        revision, config = read_config(client, run_id)
+        settings = json.loads(encode_config(config))
+        return {"run": run_id, "revision": revision, "settings": settings}
+
+    return await answer(caller, RunConfig, read)
+
+
+@router.get("/runs/{run}/credit", response_model=RunCredit, summary="Show the credit")
+async def get_credit(run: RunName, caller: Known) -> Response:
+    """Return how many groups may start now, and why none may. A key of any role may read it."""
+
+    def read(client: redis.Redis) -> dict[str, Any]:
+        run_id = find_run(client, run)
+        return {"run": run_id, **dataclasses.asdict(credit(client, run_id))}
+
+    return await answer(caller, RunCredit, read)
 
 
 @router.patch("/runs/{run}/config", response_model=Revised, summary="Revise the settings")

@@ -47,7 +47,9 @@ class PromptsBody(Body):
         description="Number of the first of these prompts in the run, from 1. A repeated request "
         "with the same number adds nothing twice. Null appends them.",
     )
-    prompts: list[PromptFields] = Field(min_length=1, max_length=MAX_ITEMS)
+    prompts: list[PromptFields] = Field(
+        max_length=MAX_ITEMS, description="Without any, the request returns the number alone."
+    )
 
     def listed(self) -> list[Prompt]:
         """Return the prompts; InvalidTurnError names the place of a wrong field."""

@@ -13,13 +13,16 @@ from turnstream.store.client import keys
 from turnstream.store.client.run_ids import find_run_async
 from turnstream.store.run.configs import read_config
 from turnstream.store.run.runs import list_versions, newest_version
+from turnstream.store.waits.awaited import no_version
+from turnstream.store.waits.read_waits import read_waits_async
 from turnstream.types import VersionAnnounced
 from turnstream.types.names import checked_setting
 from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.bus.sessions.sessions import announce_version
-from turnstream_server.gateway.rest.access import Caller, Read, RunName, Train
+from turnstream_server.gateway.rest.access import Caller, Known, RunName, Train
 from turnstream_server.gateway.rest.bodies import Body, SmallBodyRoute
 from turnstream_server.gateway.rest.held import MAX_WAIT_S, while_connected
+from turnstream_server.gateway.rest.problems import Reason, named_reasons
 
 router = APIRouter(tags=["versions"], route_class=SmallBodyRoute)
 
@@ -62,6 +65,9 @@ class Versions(BaseModel):
     versions: list[Version] = Field(
         description="The newest first. Empty if none was announced in time."
     )
+    reasons: list[Reason] | None = Field(
+        default=None, description="Why there is none above the number; absent if there is one."
+    )
 
 
 class NewVersion(Body):
@@ -89,11 +95,16 @@ class NewVersion(Body):
     session: StrictStr = Field("", max_length=512, description="Name of the trainer's session.")
 
 
-@router.get("/runs/{run}/versions", response_model=Versions, summary="List versions of the weights")
+@router.get(
+    "/runs/{run}/versions",
+    response_model=Versions,
+    response_model_exclude_unset=True,
+    summary="List versions of the weights",
+)
 async def get_versions(
     request: Request,
     run: RunName,
-    caller: Read,
+    caller: Known,
     above: Above = -1,
     limit: Limit = 100,
     wait_s: WaitS = 0.0,
@@ -149,7 +160,11 @@ async def _awaited(caller: Caller, run: str, *, above: int, limit: int, wait_s: 
     while True:
         found = await caller.gateway.threads.run(read)
         left_s = deadline_s - clock()
-        if found.versions or left_s <= 0:
+        if found.versions:
+            return found
+        if left_s <= 0:
+            snapshot = await read_waits_async(caller.client, run)
+            found.reasons = named_reasons(no_version(above, snapshot, waited_s=wait_s))
             return found
         await caller.gateway.streams.wait(known, timeout_s=left_s)
 

@@ -9,9 +9,7 @@ a lost connection.
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
-import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
@@ -21,18 +19,16 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from turnstream.errors import RunNotFoundError
+from turnstream.errors import RunNotFoundError, StoreUnavailableError
 from turnstream.generator.outbox.calls import Answers, Round, StoreProcess
 from turnstream.generator.requests import ReadTurns, Request, ScriptRequest
 from turnstream.generator.transport.messages import MEDIA_TYPE, AwaitWake, call_of, reply_of
 from turnstream.generator.transport.transport import StoredTurns, Transport
-from turnstream.http.problems import error_of
-from turnstream.http.wire_version import HEADER, WIRE_VERSION
-from turnstream.store.client.api_keys import root_certificates, trusting_context
+from turnstream.http.address import HttpAddress, parse_http
+from turnstream.http.answers import certificates_for, headers_of, pause_s, refusal, unlogged
 from turnstream.store.client.backoff import pause_after
 from turnstream.store.client.connection import NUM_RETRIES
 from turnstream.store.client.deadlines import CONNECT_TIMEOUT_S, SOCKET_TIMEOUT_S
-from turnstream.store.client.http_address import parse_http
 from turnstream.store.client.keys import decode_name
 from turnstream.store.client.replies import RefusedRequestError, translate
 from turnstream.store.client.run_ids import is_id, no_such_run
@@ -48,10 +44,6 @@ _IDLE_S: Final = 60.0
 
 _TOO_FAST: Final = 429
 _SILENT: Final = 504
-_PASSING: Final = (408, 421, 425, _TOO_FAST)
-"""Statuses of clients that, like 5xx, are about the way to the store and not about the request."""
-
-_RESTARTED: Final = "store-restarted"
 
 
 class HttpTransport(Transport):
@@ -118,9 +110,12 @@ class HttpTransport(Transport):
             async with asyncio.timeout(timeout_s) as limit:
                 while True:
                     content = _parts(body, limit, on_sent)
-                    answer = await self._client().post(_PATH, content=content, headers=_size(body))
-                    if (wait_s := _asked_pause_s(answer, limit)) is None:
-                        return _read(answer, self._gateway.base_url, num_calls=len(calls.calls))
+                    with unlogged():
+                        answer = await self._client().post(
+                            _PATH, content=content, headers={"Content-Length": str(len(body))}
+                        )
+                    if (wait_s := pause_s(answer, left_s=_left_s(limit))) is None:
+                        return _read(answer, self._gateway, num_calls=len(calls.calls))
                     await asyncio.sleep(wait_s)
         except TimeoutError as error:
             raise RedisTimeoutError(f"{self._gateway.base_url}: no answer in time") from error
@@ -148,17 +143,16 @@ class HttpTransport(Transport):
 
     def _client(self) -> httpx2.AsyncClient:
         if self._http is None:
-            gateway = self._gateway
-            headers = {"Content-Type": MEDIA_TYPE, HEADER: str(WIRE_VERSION)}
-            if gateway.api_key:
-                headers["X-API-Key"] = gateway.api_key
-            is_secure = gateway.base_url.startswith("https")
             self._http = httpx2.AsyncClient(
-                base_url=gateway.base_url,
-                headers=headers,
+                base_url=self._gateway.base_url,
+                headers={
+                    **headers_of(self._gateway),
+                    "Accept": MEDIA_TYPE,
+                    "Content-Type": MEDIA_TYPE,
+                },
                 limits=httpx2.Limits(keepalive_expiry=_IDLE_S),
                 timeout=httpx2.Timeout(SOCKET_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
-                verify=trusting_context(root_certificates()) if is_secure else _untrusting(),
+                verify=certificates_for(self._gateway),
             )
         return self._http
 
@@ -211,65 +205,33 @@ async def _parts(
             limit.reschedule(now_s() + on_sent())
 
 
-def _size(body: bytes) -> dict[str, str]:
-    return {"Content-Length": str(len(body))}
+def _left_s(limit: asyncio.Timeout) -> float:
+    """Return the seconds until a time limit."""
+    return (limit.when() or math.inf) - asyncio.get_running_loop().time()
 
 
-def _asked_pause_s(answer: httpx2.Response, limit: asyncio.Timeout) -> float | None:
-    """Return the seconds after which a request may be repeated; None if it is not to be."""
-    if answer.status_code != _TOO_FAST:
-        return None
-    text = answer.headers.get("retry-after", "")
-    wait_s = float(text) if text.isdecimal() else 1.0
-    left_s = (limit.when() or math.inf) - asyncio.get_running_loop().time()
-    return max(0.05, wait_s) if wait_s < left_s else None
-
-
-def _read(answer: httpx2.Response, base_url: str, *, num_calls: int) -> wire.Replies:
+def _read(answer: httpx2.Response, gateway: HttpAddress, *, num_calls: int) -> wire.Replies:
     """Return the message of an answer; raise the error of one without replies."""
-    if answer.status_code == 200 and answer.headers.get("content-type") == MEDIA_TYPE:
-        try:
-            replies = wire.Replies.FromString(answer.content)
-        except DecodeError as error:
-            raise RedisConnectionError(f"{base_url}: the answer cannot be read: {error}") from error
-        if len(replies.replies) == num_calls:
-            return replies
-        raise RedisConnectionError(f"{base_url} answered with too few replies")
-    raise _refusal(answer, base_url)
+    if answer.status_code != 200 or answer.headers.get("content-type") != MEDIA_TYPE:
+        raise _refusal(answer, gateway)
+    try:
+        replies = wire.Replies.FromString(answer.content)
+    except DecodeError as error:
+        raise RedisConnectionError(f"{gateway.base_url}: unreadable answer: {error}") from error
+    if len(replies.replies) != num_calls:
+        raise RedisConnectionError(f"{gateway.base_url} answered with too few replies")
+    return replies
 
 
-def _refusal(answer: httpx2.Response, base_url: str) -> Exception:
-    """Return the error of an answer without replies.
+def _refusal(answer: httpx2.Response, gateway: HttpAddress) -> Exception:
+    """Return the error of an answer without replies, as one of the Redis client.
 
     An outage of the gateway, or behind it, is a lost connection, which is retried. Any other
     refusal is final.
     """
-    status, problem = answer.status_code, _problem(answer)
-    detail = str(problem["detail"])
-    if status == _SILENT:
-        return RedisTimeoutError(detail)
-    is_restarted = str(problem.get("type", "")).endswith(f"/{_RESTARTED}")
-    if status >= 500 or status in _PASSING or is_restarted:
-        return RedisConnectionError(detail)
-    if status < 400 or (status in (404, 405) and "type" not in problem):
-        location = answer.headers.get("location", "")
-        detail = f"{base_url} is no gateway of this release: HTTP {status} at {_PATH} {location}"
-    return RefusedRequestError(error_of({**problem, "status": status, "detail": detail.rstrip()}))
-
-
-def _problem(answer: httpx2.Response) -> dict[str, Any]:
-    """Return the problem document of an answer, with a detail."""
-    try:
-        problem = answer.json()
-    except ValueError:
-        problem = None
-    found: dict[str, Any] = problem if isinstance(problem, dict) else {}
-    if not found.get("detail"):
-        found["detail"] = f"HTTP {answer.status_code} {answer.reason_phrase}".strip()
-    return found
-
-
-@functools.lru_cache(maxsize=1)
-def _untrusting() -> ssl.SSLContext:
-    """Return a context without any certificate, for addresses without TLS."""
-    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    error = refusal(answer, gateway)
+    if answer.status_code == _SILENT:
+        return RedisTimeoutError(str(error))
+    if answer.status_code == _TOO_FAST or isinstance(error, StoreUnavailableError):
+        return RedisConnectionError(str(error))
+    return RefusedRequestError(error)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 from turnstream.generator.outbox.calls import Answers, Round
 from turnstream.generator.requests import ReadTurns, ScriptRequest
+from turnstream.http.address import is_http
 from turnstream.optional import from_extra
 from turnstream.store.client.deadlines import SOCKET_TIMEOUT_S
-from turnstream.store.client.http_address import is_http
 
 
 class StoredTurns(NamedTuple):

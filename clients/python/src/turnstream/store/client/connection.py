@@ -21,9 +21,9 @@ from redis.exceptions import ResponseError
 from redis.retry import Retry
 
 from turnstream.errors import InvalidConfigError
+from turnstream.http.address import http_host_and_port, is_http, parse_http
 from turnstream.optional import from_extra
 from turnstream.store.client.deadlines import CONNECT_TIMEOUT_S, SILENT_S, SOCKET_TIMEOUT_S
-from turnstream.store.client.http_address import http_host_and_port, is_http, parse_http
 from turnstream.store.client.server_checks import SYNCS, checking, checking_async
 from turnstream.types.names import shown, text_trouble
 
@@ -63,7 +63,7 @@ def connect(
     see server_checks.py. The error of a gateway's address is that of the gateway.
 
     Args:
-        url: address of the store, or of a gateway; see `http_address.with_key` for its key.
+        url: address of the store, or of a gateway; see `http.address.with_key` for its key.
         num_retries: retries of a command after a lost connection.
         silent_s: seconds without an answer after which a server counts as away.
         syncs: values of `appendfsync` that are accepted.

@@ -35,8 +35,9 @@ from turnstream.errors import (
     TurnstreamError,
     UnknownKeyError,
 )
+from turnstream.http.address import HttpAddress
 from turnstream.store.client.api_keys import root_certificates, trusting_context
-from turnstream.store.client.http_address import COMMANDS, INSTANCE, PATH, REPLIES, HttpAddress
+from turnstream.store.client.http_address import COMMANDS, INSTANCE, PATH, REPLIES
 from turnstream.store.client.replies import RefusedRequestError
 
 _TOO_FAST: Final = 429

@@ -22,7 +22,7 @@ SECURE: Final = "grpcs://"
 
 _RETRY_S: Final = 0.2
 
-_ANSWER_S: Final = 2.0
+ANSWER_S: Final = 2.0
 """Longest wait for a store that is silent, while a call to a batcher waits for its address."""
 
 Target = str | Callable[[], Sequence[str]]
@@ -54,7 +54,7 @@ def registered_batchers(url: str) -> Callable[[], list[str]]:
     """Return a function that reads the addresses of all batchers from the store at `url`."""
 
     def find() -> list[str]:
-        with connect(url, num_retries=0, silent_s=_ANSWER_S) as client:
+        with connect(url, num_retries=0, silent_s=ANSWER_S) as client:
             return list_batchers(client)
 
     return find
@@ -62,11 +62,21 @@ def registered_batchers(url: str) -> Callable[[], list[str]]:
 
 def wait_for_batchers(client: redis.Redis, *, timeout_s: float) -> list[str]:
     """Return the addresses of all batchers, once there is one."""
+    where = f"the store {address_of_client(client)}"
+    return first_found(lambda: list_batchers(client), where=where, timeout_s=timeout_s)
+
+
+def first_found(find: Callable[[], list[str]], *, where: str, timeout_s: float) -> list[str]:
+    """Return the addresses that a function finds, once there is one.
+
+    Raises:
+        BatcherUnavailableError: there was none `where` it reads for `timeout_s`.
+    """
     ends_s = time.monotonic() + timeout_s
-    while not (found := list_batchers(client)):
+    while not (found := find()):
         if time.monotonic() >= ends_s:
             raise BatcherUnavailableError(
-                f"no batcher is registered at the store {address_of_client(client)}: start one "
+                f"no batcher is registered at {where}: start one "
                 "with `turnstream up` or `turnstream serve batcher`, or give its address"
             )
         time.sleep(_RETRY_S)

@@ -136,8 +136,7 @@ def revise_config(client: redis.Redis, run: str, config: BatchingConfig, *, from
     Returns:
         The number of the revision.
     """
-    if from_step < 1:
-        raise InvalidConfigError("from_step", f"{from_step} is no step: steps count from 1")
+    check_step(from_step)
     run = find_run(client, run)
     last = read_revisions(client, run).last
     check_revision(last.config, config)
@@ -153,6 +152,12 @@ def revise_config(client: redis.Redis, run: str, config: BatchingConfig, *, from
     )
     revision: int = run_command(client, command)
     return revision
+
+
+def check_step(from_step: int) -> None:
+    """Raise InvalidConfigError for a number that no step has."""
+    if from_step < 1:
+        raise InvalidConfigError("from_step", f"{from_step} is no step: steps count from 1")
 
 
 def _check_prompts(client: redis.Redis, run: str, config: BatchingConfig) -> None:

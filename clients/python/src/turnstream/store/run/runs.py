@@ -157,14 +157,19 @@ def close_run(
 
 def close_command(run: str, reason: str, *, leftover: Leftover | None = None) -> Command:
     """Return the call that closes a run; nothing is sent."""
-    if leftover not in (None, *get_args(Leftover)):
-        choices = ", ".join(get_args(Leftover))
-        raise InvalidConfigError("leftover", f"{leftover!r} is not one of {choices}")
+    check_leftover(leftover)
     names = keys.run_keys(run)
     checked_setting(reason, field="reason")
     record = encode_event(RunClosed(reason=reason, leftover=leftover or "short"))
     where = (names.frontier, names.events, names.wake)
     return _SET_CLOSED(where, 1, record, leftover or "")
+
+
+def check_leftover(leftover: object) -> None:
+    """Raise InvalidConfigError for a rule that a closed run cannot have."""
+    if leftover not in (None, *get_args(Leftover)):
+        choices = ", ".join(get_args(Leftover))
+        raise InvalidConfigError("leftover", f"{leftover!r} is not one of {choices}")
 
 
 def pause_run(client: redis.Redis, run: str, reason: str = "") -> bool:

@@ -188,12 +188,12 @@ def add_prompts(
         EndOfRunError: the run is closed.
         StoreFullError, StoreUnavailableError: some prompts may have been added.
     """
-    listed = _listed(prompts)
-    if first is not None:
-        first = whole_number(first, field="first", least=1, limit=_FIRST_LIMIT)
+    listed, first = checked_prompts(prompts, first=first)
     run = find_run(client, run)
     names = keys.run_keys(run)
-    _check_samples(client, run, listed)
+    stored = read_revisions(client, run)
+    configs = (stored.last.config, stored.revision(stored.in_force).config)
+    check_samples(listed, most=min(each.max_samples for each in configs))
     most = max((prompt.num_samples for prompt in listed), default=0)
     number = first or read_prompt_counts(client, run).num_added + 1
     num_added = 0
@@ -293,10 +293,8 @@ def _check_uid(prompt_uid: str) -> None:
         raise InvalidTurnError("prompt_uid", str(error)) from error
 
 
-def _check_samples(client: redis.Redis, run: str, prompts: Sequence[Prompt]) -> None:
-    """Refuse all prompts if one has more samples than the config, or a stored revision, allows."""
-    stored = read_revisions(client, run)
-    most = min(each.config.max_samples for each in (stored.last, stored.revision(stored.in_force)))
+def check_samples(prompts: Sequence[Prompt], *, most: int) -> None:
+    """Refuse all prompts if one has more samples than `max_samples` of the run."""
     for prompt in prompts:
         if prompt.num_samples > most:
             raise InvalidTurnError(
@@ -304,6 +302,14 @@ def _check_samples(client: redis.Redis, run: str, prompts: Sequence[Prompt]) -> 
                 f"prompt {prompt.prompt_uid!r} has {prompt.num_samples} samples, above "
                 f"max_samples={most} of the run: use fewer samples, or revise max_samples",
             )
+
+
+def checked_prompts(prompts: object, *, first: int | None) -> tuple[list[Prompt], int | None]:
+    """Return prompts as a list, and the number of the first; InvalidTurnError for other values."""
+    listed = _listed(prompts)
+    if first is not None:
+        first = whole_number(first, field="first", least=1, limit=_FIRST_LIMIT)
+    return listed, first
 
 
 def _listed(prompts: object) -> list[Prompt]:

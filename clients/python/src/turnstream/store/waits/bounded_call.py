@@ -77,10 +77,16 @@ class StoreWait:
     @contextlib.contextmanager
     def bounded(self, client: redis.Redis) -> Iterator[redis.Redis]:
         """Yield a client for one call that ends by the deadline, with the reasons in the error."""
+        with self.answering() as left_s, limited_client(client, timeout_s=left_s) as limited:
+            yield limited
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[float]:
+        """Yield the seconds that one call may take; its error has the reasons."""
         sent_s = self._clock()
         try:
-            with self._limited(client) as limited, translating():
-                yield limited
+            with translating():
+                yield max(_LEAST_S, self._last_s - sent_s)
         except (StoreFullError, StoreUnavailableError) as error:
             raise self._unanswered(error, sent_s) from error
 
@@ -97,12 +103,9 @@ class StoreWait:
 
     def read_waits(self, client: redis.Redis, run: str) -> WaitSnapshot | None:
         """Return the state of the run; None if the store does not return it in time."""
-        with self._limited(client) as limited:
-            return read_waits(limited, run)
-
-    def _limited(self, client: redis.Redis) -> redis.Redis:
         left_s = max(_LEAST_S, self._last_s - self._clock())
-        return limited_client(client, timeout_s=left_s)
+        with limited_client(client, timeout_s=left_s) as limited:
+            return read_waits(limited, run)
 
     @property
     def _left_s(self) -> float:

@@ -1,0 +1,218 @@
+"""The calls of a service and its runs, over the JSON routes of a gateway.
+
+The path of a call has the id of its run, such as `maze~1`: another run may have the name by now.
+Arguments are checked here as over Redis, so that a wrong one has the same error.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import quote
+
+from turnstream.batching.config import BatchingConfig
+from turnstream.http.client import GatewayClient
+from turnstream.http.problems import error_of
+from turnstream.http.version_wait import wait_for_version
+from turnstream.records.configs import decode_config, encode_config
+from turnstream.store.client.connection import address_of
+from turnstream.store.client.run_ids import no_such_run
+from turnstream.store.run.batchers import ANSWER_S, first_found
+from turnstream.store.run.configs import check_step
+from turnstream.store.run.credits import Credit, CreditReason
+from turnstream.store.run.rewards import RewardOutcome, reward_command
+from turnstream.store.run.runs import check_leftover
+from turnstream.store.run.tasks import Prompt, check_samples, checked_prompts
+from turnstream.types import Leftover, TrajectoryKey, VersionAnnounced
+from turnstream.types.names import RunId, checked_run_name, checked_setting, encode_run
+
+_MAX_PROMPTS: Final = 8_192
+"""Prompts of one request, at most."""
+
+_PAGE_BYTES: Final = 1_000_000
+"""JSON of the prompts of one request, above which the next request begins."""
+
+
+class GatewayCalls:
+    """The calls to the gateway at `url`; the first one connects."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._client = GatewayClient(url)
+
+    def ping(self) -> None:
+        """Check that the gateway and its store answer, and that the key is accepted."""
+        self._client.get("/ping")
+
+    def close(self) -> None:
+        """Disconnect; a later call connects again."""
+        self._client.close()
+
+    def create_run(self, name: str, config: BatchingConfig) -> RunId:
+        """Create a run, or find the run with this config; return its id."""
+        encode_run(checked_run_name(name))
+        content = {"name": name, "settings": _settings(config)}
+        return RunId(self._client.post("/runs", content)["run"])
+
+    def find_run(self, name: str) -> RunId:
+        """Return the id of the run that has this name now."""
+        return RunId(self._client.get(f"{_path(name)}/config")["run"])
+
+    def list_runs(self) -> list[RunId]:
+        """Return the ids of all runs that the key may use, sorted."""
+        found: list[RunId] = []
+        next_run: str | None = ""
+        while next_run is not None:
+            page = self._client.get("/runs", from_run=next_run)
+            found += [RunId(each["run"]) for each in page["runs"]]
+            next_run = page["next_run"]
+        return found
+
+    def config(self, run: RunId) -> BatchingConfig:
+        """Return the settings in force."""
+        found = self._client.get(f"{_path(run)}/config")
+        return decode_config(json.dumps(found["settings"]), run=run)
+
+    def revise(self, run: RunId, config: BatchingConfig, *, from_step: int) -> int:
+        """Change the settings from a step on; return the number of the revision."""
+        check_step(from_step)
+        content = {"from_step": from_step, "settings": _settings(config)}
+        return int(self._client.call("PATCH", f"{_path(run)}/config", content=content)["revision"])
+
+    def credit(self, run: RunId) -> Credit:
+        """Return how many groups may start now."""
+        found = self._client.get(f"{_path(run)}/credit")
+        reason = found["reason"]
+        return Credit(
+            num_groups=found["num_groups"],
+            most=found["most"],
+            reason=None if reason is None else CreditReason(reason),
+            sentence=found["sentence"],
+        )
+
+    def pause(self, run: RunId, reason: str) -> bool:
+        """Pause a run; return whether that is new."""
+        return self._changed(run, "pause", reason=checked_setting(reason, field="reason"))
+
+    def resume(self, run: RunId) -> bool:
+        """End the pause of a run; return whether there was one."""
+        return self._changed(run, "resume")
+
+    def close_run(self, run: RunId, reason: str, *, leftover: Leftover) -> bool:
+        """Close a run to new groups; return whether that is new."""
+        check_leftover(leftover)
+        reason = checked_setting(reason, field="reason")
+        return self._changed(run, "close", reason=reason, leftover=leftover)
+
+    def reopen(self, run: RunId) -> bool:
+        """Reopen a run; return whether it was closed."""
+        return self._changed(run, "reopen")
+
+    def add_prompts(self, run: RunId, prompts: Sequence[Prompt], *, first: int | None) -> int:
+        """Add prompts, in several requests where they are many; return the number ever added."""
+        listed, first = checked_prompts(prompts, first=first)
+        check_samples(listed, most=self.config(run).max_samples)
+        path = f"{_path(run)}/prompts"
+        number = first or self._client.post(path, {"prompts": []})["num_added"] + 1
+        num_added = 0
+        for page in _pages(listed):
+            answer = self._client.post(path, {"first": number, "prompts": page})
+            num_added = int(answer["num_added"])
+            number += len(page)
+        return num_added
+
+    def post_reward(
+        self,
+        run: RunId,
+        key: TrajectoryKey,
+        reward: float | None,
+        *,
+        reward_components: Mapping[str, float] | None,
+    ) -> RewardOutcome:
+        """Post the reward of a trajectory."""
+        reward_command(run, key, reward, reward_components)  # checks the arguments
+        item: dict[str, Any] = {
+            "group_id": key.group_id,
+            "sample": int(key.sample),
+            "attempt": int(key.attempt),
+            "reward": None if reward is None else float(reward),
+            "reward_components": {k: float(v) for k, v in (reward_components or {}).items()},
+        }
+        (result,) = self._client.post(f"{_path(run)}/rewards", {"items": [item]})["results"]
+        if (problem := result.get("problem")) is not None:
+            raise error_of(problem)
+        return RewardOutcome[result["outcome"].upper()]
+
+    def wait_for_version(self, run: RunId, *, above: int, timeout_s: float) -> VersionAnnounced:
+        """Return the newest version, once it is higher than `above`; one request is held."""
+        path = _path(run)
+        return wait_for_version(self._client, path, run=run, above=above, timeout_s=timeout_s)
+
+    def batchers(self, *, timeout_s: float) -> Callable[[], list[str]]:
+        """Wait for a batcher; return a function that reads the addresses of all."""
+        where = f"the gateway {address_of(self._url)}"
+        first_found(lambda: _batchers(self._client), where=where, timeout_s=timeout_s)
+        return _RegisteredBatchers(self._url)
+
+    def _changed(self, run: RunId, change: str, **content: str) -> bool:
+        return bool(self._client.post(f"{_path(run)}/{change}", content or None)["changed"])
+
+
+class _RegisteredBatchers:
+    """A function that reads the addresses of all batchers from the gateway at an address."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def __call__(self) -> list[str]:
+        client = GatewayClient(self._url, num_retries=0, silent_s=ANSWER_S)
+        try:
+            return _batchers(client)
+        finally:
+            client.close()
+
+
+def _batchers(client: GatewayClient) -> list[str]:
+    return [str(each) for each in client.get("/batchers")["batchers"]]
+
+
+def _path(run: str) -> str:
+    """Return the path of a run below `/v1`: of a name, or of an id.
+
+    >>> _path("a/b"), _path(RunId("maze")), _path(RunId("maze~2"))
+    ('/runs/a%2Fb', '/runs/maze~1', '/runs/maze~2')
+    """
+    encode_run(run)
+    if run in (".", ".."):  # they have no path, and no run has such a name
+        raise no_such_run(run)
+    name = f"{run.name}~{run.incarnation}" if isinstance(run, RunId) else run
+    return f"/runs/{quote(name, safe='')}"
+
+
+def _settings(config: BatchingConfig) -> dict[str, Any]:
+    """Return all settings as JSON has them."""
+    settings: dict[str, Any] = json.loads(encode_config(config))
+    del settings["format"]
+    return settings
+
+
+def _pages(prompts: Sequence[Prompt]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the prompts of one request each; at least one page, which may be empty."""
+    page: list[dict[str, Any]] = []
+    num_bytes = 0
+    for prompt in prompts:
+        fields = {
+            "prompt_uid": prompt.prompt_uid,
+            "payload": base64.b64encode(prompt.payload).decode(),
+            "num_samples": prompt.num_samples,
+            "num_needed": prompt.num_needed,
+        }
+        size = len(fields["payload"]) + 6 * len(prompt.prompt_uid)
+        if page and (len(page) == _MAX_PROMPTS or num_bytes + size > _PAGE_BYTES):
+            yield page
+            page, num_bytes = [], 0
+        page.append(fields)
+        num_bytes += size
+    yield page
