@@ -18,6 +18,8 @@ Role = Literal["produce", "train", "read", "admin"]
 - train: pull batches and acknowledge steps, announce versions, use the Tinker API;
 - read: configuration, ledger, batches, versions, reasons for waiting, metrics;
 - admin: create, change and delete runs; every other role too.
+
+Every role reads the names, settings, credit and versions of runs.
 """
 
 ROLES: Final[tuple[Role, ...]] = get_args(Role)

@@ -79,7 +79,7 @@ class GatewayClient:
         """Send a request that is safe to repeat; return the JSON of its answer.
 
         Args:
-            method: such as "GET".
+            method: HTTP method, such as "GET".
             path: below `/v1`, percent-encoded.
             content: JSON object of the body; None for no body.
             query: parameters of the address.

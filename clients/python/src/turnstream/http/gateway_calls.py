@@ -7,6 +7,7 @@ Arguments are checked here as over Redis, so that a wrong one has the same error
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -154,24 +155,16 @@ class GatewayCalls:
         """Wait for a batcher; return a function that reads the addresses of all."""
         where = f"the gateway {address_of(self._url)}"
         first_found(lambda: _batchers(self._client), where=where, timeout_s=timeout_s)
-        return _RegisteredBatchers(self._url)
+        return self._registered_batchers
+
+    def _registered_batchers(self) -> list[str]:
+        with contextlib.closing(
+            GatewayClient(self._url, num_retries=0, silent_s=ANSWER_S)
+        ) as client:
+            return _batchers(client)
 
     def _changed(self, run: RunId, change: str, **content: str) -> bool:
         return bool(self._client.post(f"{_path(run)}/{change}", content or None)["changed"])
-
-
-class _RegisteredBatchers:
-    """A function that reads the addresses of all batchers from the gateway at an address."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    def __call__(self) -> list[str]:
-        client = GatewayClient(self._url, num_retries=0, silent_s=ANSWER_S)
-        try:
-            return _batchers(client)
-        finally:
-            client.close()
 
 
 def _batchers(client: GatewayClient) -> list[str]:
@@ -179,7 +172,7 @@ def _batchers(client: GatewayClient) -> list[str]:
 
 
 def _path(run: str) -> str:
-    """Return the path of a run below `/v1`: of a name, or of an id.
+    """Return the path of a run below `/v1`; a RunId stands for its id, any other text for a name.
 
     >>> _path("a/b"), _path(RunId("maze")), _path(RunId("maze~2"))
     ('/runs/a%2Fb', '/runs/maze~1', '/runs/maze~2')
