@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import redis
 
 from turnstream.errors import RunNotFoundError, UnavailableError
-from turnstream.http.address import is_http
 from turnstream.service import DEFAULT_URL, URL_VARIABLE
+from turnstream.store.client.addresses import checked_url, is_http
 from turnstream.store.client.api_keys import FILE_VARIABLE
-from turnstream.store.client.connection import checked_url, connect
+from turnstream.store.client.connection import connect
 from turnstream.store.client.run_ids import find_run
 from turnstream.store.run.batchers import wait_for_batchers
 from turnstream.store.run.configs import read_config

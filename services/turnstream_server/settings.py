@@ -13,8 +13,7 @@ from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from turnstream.errors import InvalidConfigError
-from turnstream.http.address import is_http, without_key
-from turnstream.store.client.connection import checked_url
+from turnstream.store.client.addresses import checked_url, is_http, without_key
 from turnstream.store.client.passwords import with_password_of
 
 _OF_EXAMPLES: Final = frozenset({"TURNSTREAM_HTTP_URL"})

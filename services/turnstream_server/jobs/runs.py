@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from turnstream.store.client.connection import address_of
+from turnstream.store.client.addresses import address_of
 from turnstream.store.run.runs import list_runs
 from turnstream_server.bus.queries.batch_numbers import BatchNumbers
 from turnstream_server.bus.queries.run_facts import run_facts, run_line

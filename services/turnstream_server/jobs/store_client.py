@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import redis
 
 from turnstream.errors import StoreUnavailableError
-from turnstream.store.client.connection import address_of, connect
+from turnstream.store.client.addresses import address_of
+from turnstream.store.client.connection import connect
 from turnstream.store.client.deadlines import SILENT_S
 from turnstream.store.waits.bounded_call import unanswered
 

@@ -24,10 +24,10 @@ from fuzz.bodies import (
 from fuzz.calls import Metadata, call_with_metadata
 from fuzz.campaign import MAX_BYTES, Report
 from fuzz.damage import damaged
-from turnstream.http.address import with_key
+from turnstream.generator.transport.messages import MEDIA_TYPE as CALLS
+from turnstream.store.client.addresses import with_key
 from turnstream.store.client.api_keys import FILE_VARIABLE, METADATA
 from turnstream.store.client.connection import connect
-from turnstream.store.client.http_address import REPLIES
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.jobs.stack import Service, Stack
 from turnstream_server.keys.records import ApiKey, KeyLimits, encode_key, key_id_of, new_secret
@@ -39,7 +39,7 @@ MAX_GROWTH_BYTES: Final = 24_000_000
 _READY_S: Final = 60.0
 _TIMEOUT_S: Final = 30.0
 _PROBLEM: Final = "application/problem+json"
-_ANSWERS: Final = {"application/json", REPLIES}
+_ANSWERS: Final = {"application/json", CALLS}
 
 
 class ServiceCampaign:

@@ -166,7 +166,7 @@ class Rig:
         self._generators[writer] = service
         return service
 
-    def start_helper(self, **options: object) -> Path:
+    def start_helper(self, **options: Any) -> Path:
         """Start a generator that adopts and plays refills until the returned file exists."""
         end = self.folder / "helped"
         self.start_generator("helper", groups=0, helps_until=end, **options)

@@ -9,8 +9,8 @@ import pytest
 from turnstream.batching.fold.decisions import GroupCut
 from turnstream.errors import ConflictError, NotReadyError, RejectedError
 from turnstream.generator.api.work import WorkQueue
+from turnstream.generator.transport.bounded_calls import BoundedCalls
 from turnstream.generator.transport.redis_transport import RedisRequests
-from turnstream.generator.transport.store_calls import StoreCalls
 from turnstream.store.run.rewards import RewardOutcome
 from turnstream.store.run.tasks import Refill
 from turnstream.store.waits.bounded_call import StoreWait
@@ -238,7 +238,7 @@ async def test_one_of_many_takes_a_refill(timed: Any) -> None:
     async def take(writer: str) -> Refill:
         wait = StoreWait("store", "refill", "no refill", wait_s=0)
         return await WorkQueue(writer).next_refill(
-            timed.name, StoreCalls(RedisRequests(timed.client), wait)
+            timed.name, BoundedCalls(RedisRequests(timed.client), wait)
         )
 
     refill = await take("w1")

@@ -7,7 +7,7 @@ import redis
 from pydantic import SecretStr
 
 from turnstream.errors import InvalidConfigError, StoreUnavailableError
-from turnstream.store.client.connection import address_of
+from turnstream.store.client.addresses import address_of
 from turnstream_server.bus.core.stores import check_store, open_store
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.settings import Settings

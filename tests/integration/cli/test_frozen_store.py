@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from testkit import config
 from turnstream.errors import StoreUnavailableError, WaitKind
-from turnstream.store.client.connection import address_of, connect
+from turnstream.store.client.addresses import address_of
+from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run
 from turnstream_server import cli
 from turnstream_server.embedded import EmbeddedServer

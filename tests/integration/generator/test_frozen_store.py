@@ -26,7 +26,7 @@ from testkit.waiting import entered, entry, facts, finish, kinds
 from turnstream.errors import NotReadyError, StoreUnavailableError, UnavailableError, WaitKind
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.client import connection
-from turnstream.store.client.connection import address_of
+from turnstream.store.client.addresses import address_of
 from turnstream.store.client.deadlines import ANSWER_S
 from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream.store.waits.version_wait import wait_for_version

@@ -15,8 +15,8 @@ from testkit.stores import Store
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator import Publisher
 from turnstream.generator.api.adoption import adopt_trajectory
+from turnstream.generator.transport.bounded_calls import BoundedCalls
 from turnstream.generator.transport.redis_transport import RedisRequests
-from turnstream.generator.transport.store_calls import StoreCalls
 from turnstream.store.client import keys
 from turnstream.store.waits.bounded_call import StoreWait
 from turnstream.types import TrajectoryKey
@@ -107,7 +107,7 @@ async def test_sleeper_gets_an_error_after_another_adopted_and_sealed(
     # for a turn, and the payload for damaged.
     sleepy: Any = Sleepy.from_url(store.url)
     sleepy.slept = command, another_seals
-    calls = StoreCalls(RedisRequests(sleepy), StoreWait("store", None, "not adopted", wait_s=10))
+    calls = BoundedCalls(RedisRequests(sleepy), StoreWait("store", None, "not adopted", wait_s=10))
     with pytest.raises(FencedError, match="epoch 2, and is by now that of epoch 3"):
         await adopt_trajectory(calls, left_open, writer="second", key=KEY)
     await sleepy.aclose()

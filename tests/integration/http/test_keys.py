@@ -25,8 +25,7 @@ from turnstream.errors import (
     UnknownKeyError,
 )
 from turnstream.generator import Publisher
-from turnstream.http.address import with_key
-from turnstream.store.client.connection import address_of
+from turnstream.store.client.addresses import address_of, with_key
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.keys.records import KeyLimits

@@ -17,7 +17,8 @@ from testkit.stores import RunReader
 from turnstream.errors import StoreUnavailableError, WaitKind
 from turnstream.generator.requests import SCRIPTS
 from turnstream.generator.transport import sender
-from turnstream.store.client.connection import address_of, connect
+from turnstream.store.client.addresses import address_of
+from turnstream.store.client.connection import connect
 from turnstream.types import GroupOpened, SealedTrajectory
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.keys.store import create_key

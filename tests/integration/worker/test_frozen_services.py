@@ -22,7 +22,7 @@ from testkit.processes import batcher_process, frozen
 from turnstream.errors import StoreUnavailableError, UnavailableError, WaitKind
 from turnstream.generator import Publisher
 from turnstream.records.statuses import error_to_status
-from turnstream.store.client.connection import address_of
+from turnstream.store.client.addresses import address_of
 from turnstream.store.run.runs import create_run
 from turnstream.store.waits.awaited import store_away
 from turnstream.worker import BatchStream, ObserverStream

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from turnstream.http.address import is_http
 from turnstream.optional import from_extra
+from turnstream.store.client.addresses import is_http
 from turnstream.store.service_calls import StoreCalls
 
 if TYPE_CHECKING:

@@ -9,10 +9,16 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.from_settings import config_from_settings
 from turnstream.calls import connect_calls
 from turnstream.errors import InvalidConfigError, StoreUnavailableError
-from turnstream.http.address import is_http, parse_http, with_key, without_key
 from turnstream.run import Run
+from turnstream.store.client.addresses import (
+    address_of,
+    checked_url,
+    is_http,
+    parse_http,
+    with_key,
+    without_key,
+)
 from turnstream.store.client.api_keys import own_key
-from turnstream.store.client.connection import address_of, checked_url
 from turnstream.store.client.passwords import with_own_password
 from turnstream.types.names import RunId
 

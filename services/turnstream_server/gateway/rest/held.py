@@ -9,8 +9,8 @@ from typing import Annotated, Any, Final, TypeVar
 from fastapi import HTTPException, Request
 from pydantic import Field
 
+from turnstream.generator.transport.bounded_calls import BoundedCalls
 from turnstream.generator.transport.redis_transport import RedisRequests
-from turnstream.generator.transport.store_calls import StoreCalls
 from turnstream.store.client import keys
 from turnstream.store.client.cancellation import cancel_all
 from turnstream.store.client.connection import address_of_client
@@ -46,12 +46,12 @@ class HeldRequests(RedisRequests):
         await self._streams.wait({keys.run_keys(run).wake: wake_id}, timeout_s=timeout_s)
 
 
-def held_calls(gateway: Gateway, awaited: str, what: str, *, wait_s: float) -> StoreCalls:
+def held_calls(gateway: Gateway, awaited: str, what: str, *, wait_s: float) -> BoundedCalls:
     """Return the calls of a wait; `what` names the awaited thing, as in "run 'maze': no task"."""
     clock = asyncio.get_running_loop().time
     address = address_of_client(gateway.client)
     wait = StoreWait(address, awaited, what, wait_s=wait_s, clock=clock)
-    return StoreCalls(HeldRequests(gateway), wait)
+    return BoundedCalls(HeldRequests(gateway), wait)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:

@@ -12,7 +12,6 @@ from typing import Any, Final
 import httpx2
 
 from turnstream.errors import StoreUnavailableError
-from turnstream.http.address import HttpAddress, parse_http
 from turnstream.http.answers import (
     JSON,
     certificates_for,
@@ -23,6 +22,7 @@ from turnstream.http.answers import (
     pause_s,
     unlogged,
 )
+from turnstream.store.client.addresses import HttpAddress, parse_http
 from turnstream.store.client.backoff import pause_after
 from turnstream.store.client.connection import NUM_RETRIES
 from turnstream.store.client.deadlines import CONNECT_TIMEOUT_S, SOCKET_TIMEOUT_S
@@ -39,7 +39,7 @@ class GatewayClient:
     A process that was forked has connections of its own.
 
     Args:
-        url: address of the gateway, with its key; see `turnstream.http.address`.
+        url: address of the gateway, with its key; see `turnstream.store.client.addresses`.
         num_retries: repeats of a request after a lost connection. A silent gateway is not asked
             again.
         silent_s: seconds without an answer after which the gateway counts as away. A key that

@@ -18,7 +18,7 @@ from turnstream.http.client import GatewayClient
 from turnstream.http.problems import error_of
 from turnstream.http.version_wait import wait_for_version
 from turnstream.records.configs import decode_config, encode_config
-from turnstream.store.client.connection import address_of
+from turnstream.store.client.addresses import address_of
 from turnstream.store.client.run_ids import no_such_run
 from turnstream.store.run.batchers import ANSWER_S, first_found
 from turnstream.store.run.configs import check_step

@@ -7,7 +7,7 @@ from typing import Any
 from turnstream.errors import NotReadyError, WaitReason
 from turnstream.http.client import GatewayClient
 from turnstream.http.problems import reasons_of
-from turnstream.store.client.connection import address_of
+from turnstream.store.client.addresses import address_of
 from turnstream.store.client.deadlines import SOCKET_TIMEOUT_S
 from turnstream.store.waits.bounded_call import StoreWait
 from turnstream.types import VersionAnnounced

@@ -17,7 +17,7 @@ from turnstream.errors import ConflictError, FencedError
 from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase
 from turnstream.generator.encode.encoder import AdoptedTurn, TurnRecord
 from turnstream.generator.requests import Adopt, AppendTurns, PostedSeal, PostSeals
-from turnstream.generator.transport.store_calls import StoreCalls
+from turnstream.generator.transport.bounded_calls import BoundedCalls
 from turnstream.records.turns import decode_turn
 from turnstream.store.client import keys
 from turnstream.store.client.replies import parse_refusal
@@ -43,7 +43,7 @@ class Adopted(NamedTuple):
 
 
 async def adopt_trajectory(
-    calls: StoreCalls,
+    calls: BoundedCalls,
     run: str,
     *,
     writer: str,

@@ -33,11 +33,11 @@ from turnstream.generator.outbox.receipts import Delivery, raise_unread
 from turnstream.generator.outbox.resend import KEEP_S, MAX_KEPT_BYTES
 from turnstream.generator.outbox.trajectory_queue import Lane, RewardPost
 from turnstream.generator.requests import ListLapsed, ReadGroup
+from turnstream.generator.transport.bounded_calls import BoundedCalls
 from turnstream.generator.transport.sender import Sender
-from turnstream.generator.transport.store_calls import StoreCalls
 from turnstream.generator.transport.transport import Transport, transport_to
+from turnstream.store.client.addresses import address_of, checked_url
 from turnstream.store.client.cancellation import to_the_end
-from turnstream.store.client.connection import address_of, checked_url
 from turnstream.store.run.groups import parse_unfinished
 from turnstream.store.run.leases import LapsedTrajectory, parse_lapsed
 from turnstream.store.run.rewards import RewardOutcome, encode_reward
@@ -209,16 +209,16 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
 
     def _calls(
         self, what: str, awaited: str | None = None, wait_s: float | None = None
-    ) -> StoreCalls:
+    ) -> BoundedCalls:
         """Return the calls of a wait; without a deadline of its own it has the publisher's."""
         self._sender.check_caller()
         wait_s = self._outbox.timeout_s if wait_s is None else wait_s
         clock = asyncio.get_running_loop().time
         what = f"run {self._outbox.run!r}: {what}"
         wait = StoreWait(self._address, awaited, what, wait_s=wait_s, clock=clock)
-        return StoreCalls(self._transport, wait)
+        return BoundedCalls(self._transport, wait)
 
-    async def _found(self, calls: StoreCalls) -> str:
+    async def _found(self, calls: BoundedCalls) -> str:
         """Return the id of the run; only the first call asks the store."""
         target = self._outbox.target
         if not target.is_found:

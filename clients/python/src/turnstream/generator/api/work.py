@@ -15,7 +15,7 @@ from turnstream.errors import (
 )
 from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase, reason_of
 from turnstream.generator.requests import NextTask, open_task
-from turnstream.generator.transport.store_calls import StoreCalls
+from turnstream.generator.transport.bounded_calls import BoundedCalls
 from turnstream.store.run.tasks import (
     NoTask,
     OfferedTask,
@@ -96,7 +96,7 @@ class WorkQueue:
         self._taken_refills: set[TrajectoryKey] = set()
         self._unanswered: list[OfferedTask] = []
 
-    async def next_refill(self, run: str, calls: StoreCalls) -> Refill:
+    async def next_refill(self, run: str, calls: BoundedCalls) -> Refill:
         """Open an attempt that was granted, as soon as there is one; one caller of several wins."""
         found = await self._take(run, calls, self._accept_refill, refills_only=True)
         if isinstance(found, NoTask):
@@ -113,7 +113,7 @@ class WorkQueue:
         return Refill(key=key, group=taken.task.group)
 
     async def next_task(
-        self, run: str, calls: StoreCalls, *, adopt: Callable[[TakenTask], list[_T]]
+        self, run: str, calls: BoundedCalls, *, adopt: Callable[[TakenTask], list[_T]]
     ) -> tuple[OfferedTask, list[_T]]:
         """Take the next task, as soon as there is one, with the writers of its trajectories.
 
@@ -136,7 +136,7 @@ class WorkQueue:
     async def _take(
         self,
         run: str,
-        calls: StoreCalls,
+        calls: BoundedCalls,
         accept: Callable[[TakenTask], _T | None],
         *,
         refills_only: bool,
@@ -158,7 +158,7 @@ class WorkQueue:
                 return found
             await calls.wait_until_woken(run, found.wake_id)
 
-    async def _open_next(self, calls: StoreCalls, offer: NextTask) -> TakenTask | NoTask:
+    async def _open_next(self, calls: BoundedCalls, offer: NextTask) -> TakenTask | NoTask:
         """Open the offered task; first one whose opening had no answer, since it may be open."""
         task = self._pop_unanswered(refills_only=offer.refills_only)
         is_fresh = task is None

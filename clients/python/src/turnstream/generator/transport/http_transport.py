@@ -24,8 +24,8 @@ from turnstream.generator.outbox.calls import Answers, Round, StoreProcess
 from turnstream.generator.requests import ReadTurns, Request, ScriptRequest
 from turnstream.generator.transport.messages import MEDIA_TYPE, AwaitWake, call_of, reply_of
 from turnstream.generator.transport.transport import StoredTurns, Transport
-from turnstream.http.address import HttpAddress, parse_http
 from turnstream.http.answers import certificates_for, headers_of, pause_s, refusal, unlogged
+from turnstream.store.client.addresses import HttpAddress, parse_http
 from turnstream.store.client.backoff import pause_after
 from turnstream.store.client.connection import NUM_RETRIES
 from turnstream.store.client.deadlines import CONNECT_TIMEOUT_S, SOCKET_TIMEOUT_S

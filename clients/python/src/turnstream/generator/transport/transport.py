@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 from turnstream.generator.outbox.calls import Answers, Round
 from turnstream.generator.requests import ReadTurns, ScriptRequest
-from turnstream.http.address import is_http
 from turnstream.optional import from_extra
+from turnstream.store.client.addresses import is_http
 from turnstream.store.client.deadlines import SOCKET_TIMEOUT_S
 
 

@@ -1,7 +1,4 @@
-"""Clients of the store: raw bytes in both directions, RESP2, no reply waited for without end.
-
-The address of a gateway, `http://` or `https://`, has the same clients: see http_connection.py.
-"""
+"""Clients of the store: raw bytes in both directions, RESP2, no reply waited for without end."""
 
 from __future__ import annotations
 
@@ -9,23 +6,17 @@ import asyncio
 import socket
 from collections.abc import Callable, Collection
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import redis
 import redis.asyncio
 import redis.asyncio.retry
 from redis.backoff import ExponentialBackoff
-from redis.connection import parse_url
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.retry import Retry
 
-from turnstream.errors import InvalidConfigError
-from turnstream.http.address import http_host_and_port, is_http, parse_http
-from turnstream.optional import from_extra
 from turnstream.store.client.deadlines import CONNECT_TIMEOUT_S, SILENT_S, SOCKET_TIMEOUT_S
 from turnstream.store.client.server_checks import SYNCS, checking, checking_async
-from turnstream.types.names import shown, text_trouble
 
 MAX_BLOCK_S = 10.0
 """Longest blocking read: well below SOCKET_TIMEOUT_S, which would end the connection."""
@@ -57,13 +48,13 @@ def connect(
     silent_s: float = SOCKET_TIMEOUT_S,
     syncs: Collection[str] = SYNCS,
 ) -> redis.Redis:
-    """Return a client for `redis://`, `rediss://`, `unix://`, `http://` or `https://`.
+    """Return a client for `redis://`, `rediss://` or `unix://`.
 
     The first use connects it. Each connection refuses a server that would lose acknowledged writes:
-    see server_checks.py. The error of a gateway's address is that of the gateway.
+    see server_checks.py.
 
     Args:
-        url: address of the store, or of a gateway; see `http.address.with_key` for its key.
+        url: address of the store.
         num_retries: retries of a command after a lost connection.
         silent_s: seconds without an answer after which a server counts as away.
         syncs: values of `appendfsync` that are accepted.
@@ -74,11 +65,8 @@ def connect(
 
 
 def connect_for_calls(url: str) -> redis.Redis:
-    """Return a client for short calls, which end after SILENT_S without an answer.
-
-    A gateway reports a silent store itself after that time, and is waited for longer.
-    """
-    return connect(url, silent_s=SOCKET_TIMEOUT_S if is_http(url) else SILENT_S)
+    """Return a client for short calls, which end after SILENT_S without an answer."""
+    return connect(url, silent_s=SILENT_S)
 
 
 def limited_client(client: redis.Redis, *, timeout_s: float) -> redis.Redis:
@@ -100,50 +88,6 @@ def connect_async(url: str, *, num_retries: int = NUM_RETRIES) -> redis.asyncio.
     return redis.asyncio.Redis.from_pool(_async_pool(url, retry=retry))
 
 
-def checked_url(url: str, *, field: str = "url") -> str:
-    """Return the address of a store or a gateway, if it is one.
-
-    >>> checked_url("redis://localhost:7379")
-    'redis://localhost:7379'
-    """
-    if text_trouble(url):
-        raise InvalidConfigError(field, f"{_without_password(url)} is not a valid text")
-    try:
-        if not is_http(url):
-            parse_url(url)
-        address_of(url)
-    except ValueError as error:
-        shown_url = _without_password(url)
-        form = "redis://HOST:PORT, or http://HOST:PORT for a gateway"
-        if "://" not in url and ":" in url:
-            form = f"redis://{url.rpartition('@')[2]}"
-        reason = "" if "://" not in url else f" ({error})"
-        raise InvalidConfigError(
-            field, f"{shown_url} is not the address of a store{reason}: write {form}"
-        ) from error
-    return url
-
-
-def _without_password(url: object) -> str:
-    if isinstance(url, bytes):
-        return shown(url.rpartition(b"@")[2])
-    return shown(url.rpartition("@")[2] if isinstance(url, str) else url)
-
-
-def address_of(url: str) -> str:
-    """Return the address of a store or a gateway without its credentials.
-
-    >>> address_of("redis://me:secret@10.0.0.7:6379/0"), address_of("unix:///run/store.sock?db=1")
-    ('10.0.0.7:6379', '/run/store.sock')
-    """
-    if is_http(url):
-        return http_host_and_port(url)
-    parts = urlsplit(url)
-    if parts.scheme == "unix":
-        return parts.path
-    return f"{parts.hostname or 'localhost'}:{parts.port or _PORT}"
-
-
 def address_of_client(client: redis.Redis | redis.asyncio.Redis) -> str:
     """Return the address of a client's store."""
     options = client.connection_pool.connection_kwargs
@@ -152,23 +96,13 @@ def address_of_client(client: redis.Redis | redis.asyncio.Redis) -> str:
 
 def _pool(url: str, *, syncs: Collection[str] = SYNCS, **options: Any) -> redis.ConnectionPool:
     settings = {**_options(), **options}
-    if not is_http(url):
-        return redis.ConnectionPool.from_url(url, redis_connect_func=checking(syncs), **settings)
-    gateway = parse_http(url)
-    with from_extra("http", needed_by="an address that begins with http"):
-        from turnstream.store.client.http_connection import HttpConnection, http_settings
-    return redis.ConnectionPool(HttpConnection, **settings, **http_settings(gateway))
+    return redis.ConnectionPool.from_url(url, redis_connect_func=checking(syncs), **settings)
 
 
 def _async_pool(url: str, **options: Any) -> redis.asyncio.ConnectionPool:
     settings = {**_options(), **options}
-    if not is_http(url):
-        check = checking_async()
-        return redis.asyncio.ConnectionPool.from_url(url, redis_connect_func=check, **settings)
-    gateway = parse_http(url)
-    with from_extra("http", needed_by="an address that begins with http"):
-        from turnstream.store.client.http_connection import AsyncHttpConnection, http_settings
-    return redis.asyncio.ConnectionPool(AsyncHttpConnection, **settings, **http_settings(gateway))
+    check = checking_async()
+    return redis.asyncio.ConnectionPool.from_url(url, redis_connect_func=check, **settings)
 
 
 def _options() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Addresses of a gateway: `http://host:7601`, with its API key where a program passes one on."""
+"""Addresses of a store, and of a gateway: `http://host:7601`, with its API key if it has one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import SplitResult, quote, unquote, urlsplit
 
-from turnstream.store.client.api_keys import own_key
+from redis.connection import parse_url
 
+from turnstream.errors import InvalidConfigError
+from turnstream.store.client.api_keys import own_key
+from turnstream.types.names import shown, text_trouble
+
+_PORT: Final = 6379
 _PORTS: Final = {"http": 80, "https": 443}
 
 
@@ -26,6 +31,50 @@ class HttpAddress:
     host: str
     port: int
     api_key: str = field(repr=False)
+
+
+def checked_url(url: str, *, field: str = "url") -> str:
+    """Return the address of a store or a gateway, if it is one.
+
+    >>> checked_url("redis://localhost:7379")
+    'redis://localhost:7379'
+    """
+    if text_trouble(url):
+        raise InvalidConfigError(field, f"{_without_password(url)} is not a valid text")
+    try:
+        if not is_http(url):
+            parse_url(url)
+        address_of(url)
+    except ValueError as error:
+        shown_url = _without_password(url)
+        form = "redis://HOST:PORT, or http://HOST:PORT for a gateway"
+        if "://" not in url and ":" in url:
+            form = f"redis://{url.rpartition('@')[2]}"
+        reason = "" if "://" not in url else f" ({error})"
+        raise InvalidConfigError(
+            field, f"{shown_url} is not the address of a store{reason}: write {form}"
+        ) from error
+    return url
+
+
+def _without_password(url: object) -> str:
+    if isinstance(url, bytes):
+        return shown(url.rpartition(b"@")[2])
+    return shown(url.rpartition("@")[2] if isinstance(url, str) else url)
+
+
+def address_of(url: str) -> str:
+    """Return the address of a store or a gateway without its credentials.
+
+    >>> address_of("redis://me:secret@10.0.0.7:6379/0"), address_of("unix:///run/store.sock?db=1")
+    ('10.0.0.7:6379', '/run/store.sock')
+    """
+    if is_http(url):
+        return http_host_and_port(url)
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return parts.path
+    return f"{parts.hostname or 'localhost'}:{parts.port or _PORT}"
 
 
 def is_http(url: str) -> bool:

@@ -13,7 +13,7 @@ from turnstream.store.waits.read_waits import parse_waits
 from turnstream.store.waits.wait_snapshot import WaitSnapshot
 
 
-class StoreCalls:
+class BoundedCalls:
     """The calls of one wait.
 
     Args:
