@@ -67,6 +67,7 @@ def advance_clock(facts: ClockFacts, tick: Tick) -> tuple[int, Changes | None]:
         ms = known_ms + (gap_ms if 0 <= gap_ms <= int(facts.most_ms or 0) else 0)
     changes = Changes()
     changes.expect("clock", "ms", facts.ms)
+    changes.expect("clock", "at_ms", facts.at_ms)
     changes.expect("leader", "parked", facts.parked)
     fields = ("ms", ms, "at_ms", tick.server_ms, "most_ms", tick.most_ms)
     changes.write("HSET", "clock", *fields)
