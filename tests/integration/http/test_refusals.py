@@ -274,7 +274,6 @@ def test_call_with_another_argument_is_refused(sent: dict[str, list[Sent]]) -> N
         "leftover": ({"close_run": {"leftover": "x"}}, "leftover"),
         "reward": ({"post_reward": {"reward": {"key": key}}}, "reward"),
         "position": ({"await_wake": {"wake_id": "x"}}, "wake_id"),
-        "long wait": ({"await_wake": {"wake_id": "0-0", "timeout_ms": 10_001}}, "timeout_ms"),
         "kind": ({}, "an older release"),
     }
     for name, (fields, message) in cases.items():

@@ -19,7 +19,7 @@ from turnstream.generator.requests import ReadTurns, ScriptRequest
 from turnstream.generator.transport.messages import MEDIA_TYPE, AwaitWake, value_of
 from turnstream.generator.transport.redis_transport import parse_transaction
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect
+from turnstream.store.client.connection import MAX_BLOCK_S, connect
 from turnstream.store.client.deadlines import SILENT_S, SOCKET_TIMEOUT_S, is_silence
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run_async
@@ -168,7 +168,8 @@ async def _single(
     with state.held.one_more(caller.key.key_id):
         release_place()
         known = {keys.run_keys(run).wake: alone.wake_id}
-        await gateway.streams.wait(known, timeout_s=alone.timeout_ms / 1000)
+        timeout_s = min(alone.timeout_ms / 1000, MAX_BLOCK_S)
+        await gateway.streams.wait(known, timeout_s=timeout_s)
     return Response(
         wire.Replies(run=run, replies=[wire.Value()]).SerializeToString(), media_type=MEDIA_TYPE
     )

@@ -32,7 +32,6 @@ from turnstream.generator.requests import (
     Reserve,
 )
 from turnstream.generator.transport.messages import AwaitWake
-from turnstream.store.client.connection import MAX_BLOCK_S
 from turnstream.store.client.keys import parse_trajectory_id
 from turnstream.store.run.leases import MAX_HEARTBEATS
 from turnstream.store.run.tasks import MOST_PASSED
@@ -164,7 +163,6 @@ def _check_task(request: NextTask) -> None:
 
 
 def _check_wake(request: AwaitWake) -> None:
-    whole_number(request.timeout_ms, field="timeout_ms", limit=round(MAX_BLOCK_S * 1000) + 1)
     try:
         EntryId.parse(request.wake_id)
     except ValueError as error:

@@ -17,7 +17,13 @@ from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from redis.exceptions import RedisError
 
-from turnstream.errors import NotReadyError, RejectedError, StoreUnavailableError, WaitReason
+from turnstream.errors import (
+    NotReadyError,
+    RejectedError,
+    StoreUnavailableError,
+    TurnstreamError,
+    WaitReason,
+)
 from turnstream.generator.outbox.calls import Round
 from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.receipts import AsyncReceipt, Delivery, Receipt
@@ -320,7 +326,7 @@ class Sender(Generic[_Receipt]):
                     await self._transport.wait_until_woken(
                         self._outbox.run, wake_id, timeout_s=ASK_AGAIN_S
                     )
-            except (RedisError, OSError):
+            except (RedisError, OSError, TurnstreamError):
                 await asyncio.sleep(LISTEN_AGAIN_S)
             with self.lock:
                 self._outbox.admissions.woken()  # whether it has moved or not
