@@ -18,7 +18,7 @@ def test_script_admits_groups_of_the_format_that_python_writes() -> None:
 
 
 def test_script_limits_attempts_as_python_does() -> None:
-    source = script_files()["group_limits"].read_text()
+    source = script_files()["group_members"].read_text()
 
     found = {name: int(number) for name, number in re.findall(r"local ([A-Z_]+) = (\d+)", source)}
 

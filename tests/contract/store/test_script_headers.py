@@ -7,15 +7,16 @@ import re
 import pytest
 
 from testkit.scripts import script_files
+from turnstream.store.client import keys
 
 FILES = [*script_files().values()]
 OF_GENERATORS = {path.name: path for path in FILES if "turnstream_server" not in path.parts}
 PARTS = (
     *("lease_end.lua", "run_clock.lua", "slices.lua", "finished_names.lua", "whole_numbers.lua"),
-    *("group_limits.lua", "known_attempts.lua"),
+    *("group_admission.lua", "group_members.lua"),
 )
 """Parts that several scripts include; no script by itself."""
-NAMES = sorted({*OF_GENERATORS} - {*PARTS})
+NAMES = sorted({*OF_GENERATORS} - {*PARTS, "server_time.lua"})
 
 
 def split(name: str) -> tuple[str, str]:
@@ -48,15 +49,22 @@ def test_a_part_names_the_scripts_that_include_it() -> None:
     assert named == {name: includers(name) for name in named}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_header_describes_every_key_and_its_type(name: str) -> None:
-    header, code = split(name)
+def test_a_script_names_each_key_as_its_description_does() -> None:
+    """The keys are described in `store/client/keys.py`, or in the header of the script."""
+    known = {*keys.RunKeys._fields, *keys.TrajectoryKeys._fields, "incarnation", "batchers"}
+    unpacked = re.compile(r"^local ([\w,\s]+?) = (?:unpack\(KEYS\)|KEYS\[1\])$", re.MULTILINE)
 
-    used = set(re.findall(r"KEYS\[\d+\]", code))
-    described = re.findall(r"(KEYS\[\d+\]) \w+ +(hash|stream|set|string|zset)\b", header)
-
-    assert used
-    assert {key for key, _ in described} == used
+    for name in NAMES:
+        header, code = split(name)
+        if lines := unpacked.findall(code):
+            (line,) = lines
+            used = [each.strip().lower() for each in line.split(",")]
+            assert {*used} <= known, name
+            assert len({*used}) == len(used), name
+            assert code.count("KEYS") == 1, name
+        else:
+            described = re.findall(r"(KEYS\[\d+\]) \w+ +(hash|stream|set|string|zset)\b", header)
+            assert {key for key, _ in described} == {*re.findall(r"KEYS\[\d+\]", code)}, name
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,6 +86,7 @@ def test_scripts_unpack_only_bounded_lists() -> None:
         r"unpack\((?:\s*redis\.call\('HMGET',\s+\w+(?:\[\d+\])?,\s+'"  # fields named one by one
         r"|KEYS(?:, \d)?\)|counter\)|entry\[2\]\)"  # keys; one counter; fields of one stream entry
         r"|(?:words|ids|ARGV), (?:start|i), |(?:changes|some)\)"  # slices
+        r"|names\)"  # a list in the script
         r"|ARGV, [23]\))"  # the fields of one record
     )
 

@@ -107,19 +107,18 @@ async def _meet_any(_: PinnedClient, connection: Any) -> None:
 GUARDS: Final[dict[str, Break]] = {
     "open_group: capacity": condition("if most - live <= 0 then"),
     "open_group: a trajectory that is open": script(
-        "    if writer == ARGV[3] and exclusive == '' then\n      replies[i] = tonumber(epoch)",
-        "    if writer then\n      replies[i] = tonumber(epoch)",
+        "  if writer == WRITER and exclusive == '' then", "  if writer then"
     ),
     "open_group: most open groups": condition(
         "if most_open > 0 and most_open - (open or 0) <= 0 then"
     ),
-    "open_group: a prompt that waits is no new one": condition("    if is_repeated then"),
+    "open_group: a prompt that waits is no new one": condition("  if is_repeated then"),
     "heartbeat: the lease is renewed": script(
-        "    redis.call('ZADD', KEYS[2], ends_ms, id)\n    replies", "    replies"
+        "    redis.call('ZADD', LEASES, ends_ms, id)\n    replies", "    replies"
     ),
     "adopt: the next epoch": script(
-        "  epoch = epoch + 1\n  redis.call('HSET', KEYS[1], id, 'open:'",
-        "  redis.call('HSET', KEYS[1], id, 'open:'",
+        "  epoch = epoch + 1\n  redis.call('HSET', LEDGER, id, 'open:'",
+        "  redis.call('HSET', LEDGER, id, 'open:'",
     ),
     "post_reward: awaited rewards": condition("if state ~= 'awaiting_reward' or known then"),
     "acquire_leader: the lease of another": script(
@@ -147,7 +146,7 @@ GUARDS: Final[dict[str, Break]] = {
         "if redis.call('HGET', LEADER, 'epoch') ~= ARGV[1] then"
     ),
     "set_closed: a finished run": script(
-        "redis.call('HDEL', KEYS[1], 'finished', 'leftover')\n", ""
+        "redis.call('HDEL', FRONTIER, 'finished', 'leftover')\n", ""
     ),
     "revise_config: the order of steps": condition("if step < first then"),
     "observed: never falls": script(

@@ -31,7 +31,7 @@ for revision = math.max(1, newest - MOST_REVISIONS + 1), newest do
   local lease_s = stored and cjson.decode(stored).lease_s or 60
   fence_ms = math.max(fence_ms, math.floor(ARGV[2] * lease_s * 1000))
 end
--- include: turnstream_server.bus.leadership/server_time.lua
+-- include: turnstream.store.run/server_time.lua
 
 redis.call('HSET', DELETED, 'fence_ms', string.format('%.0f', fence_ms),
   'since_ms', now_text())

@@ -41,7 +41,7 @@ redis.call('HSET', SNAPSHOT, 'position', '0-0', 'step', step, 'record', ARGV[6])
 for i = 8, #ARGV, 2 do
   redis.call('XADD', VERSIONS, string.format('%.0f-0', ARGV[i] + 1), 'r', ARGV[i + 1])
 end
--- include: turnstream_server.bus.leadership/server_time.lua
+-- include: turnstream.store.run/server_time.lua
 
 local now_ms = now_text()
 redis.call('HSET', FRONTIER, 'session_ms', now_ms)

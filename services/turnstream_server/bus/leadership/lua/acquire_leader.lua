@@ -10,7 +10,7 @@
 
 local FRONTIER, LEADER = unpack(KEYS)
 
--- include: server_time.lua
+-- include: turnstream.store.run/server_time.lua
 
 if redis.call('EXISTS', FRONTIER) == 0 then
   return redis.error_reply('NORUN no such run')

@@ -7,7 +7,7 @@
 
 local LEADER = KEYS[1]
 
--- include: server_time.lua
+-- include: turnstream.store.run/server_time.lua
 
 local epoch, owner, parked = unpack(redis.call('HMGET', LEADER, 'epoch', 'owner', 'parked'))
 if owner ~= ARGV[1] or epoch ~= ARGV[2] then

@@ -15,19 +15,16 @@ local FRONTIER, VERSIONS, EVENTS, WAKE = unpack(KEYS)
 
 -- include: present_session.lua
 
-local epoch, session, floor, lineage, before = unpack(redis.call('HMGET', FRONTIER,
-  'session_epoch', 'session', 'version_floor', 'lineage', 'announced'))
-local refusal = refused(epoch, session, ARGV[1], ARGV[4])
+local frontier, refusal = present_session(ARGV[1], ARGV[4])
 if refusal then
   return refusal
-end
-if ARGV[5] ~= lineage then
-  return redis.error_reply('FENCED the run goes on in lineage "' .. lineage .. '", not in "' .. ARGV[5]
-    .. '"')
+elseif ARGV[5] ~= frontier.lineage then
+  return redis.error_reply('FENCED the run goes on in lineage "' .. frontier.lineage .. '", not in "'
+    .. ARGV[5] .. '"')
 end
 
 local function record_step()
-  if tonumber(ARGV[6]) > tonumber(before or -1) then
+  if tonumber(ARGV[6]) > tonumber(frontier.announced or -1) then
     redis.call('HSET', FRONTIER, 'announced', ARGV[6])
     redis.call('XADD', WAKE, 'MAXLEN', 1, '*', 'w', '')
   end
@@ -44,7 +41,7 @@ if known then
 end
 local newest = redis.call('XREVRANGE', VERSIONS, '+', '-', 'COUNT', 1)[1]
 newest = newest and tonumber(string.match(newest[1], '^%d+')) - 1 or -1
-newest = math.max(newest, tonumber(floor or -1))
+newest = math.max(newest, tonumber(frontier.version_floor or -1))
 if tonumber(ARGV[2]) <= newest then
   return redis.error_reply('CONFLICT version ' .. ARGV[2] .. ' is not above ' .. newest
     .. ', the newest announced')

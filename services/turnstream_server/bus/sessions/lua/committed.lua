@@ -14,35 +14,27 @@
 
 local FRONTIER, BATCHES, TIMES, WAKE, RANKS = unpack(KEYS)
 
--- include: turnstream_server.bus.leadership/server_time.lua
+-- include: turnstream.store.run/server_time.lua
 -- include: present_session.lua
 
-local epoch, stepped, committed, checkpoints, session, lost, world_size = unpack(redis.call('HMGET',
-  FRONTIER, 'session_epoch', 'stepped', 'committed', 'checkpoints', 'session', 'session_lost',
-  'dp_world_size'))
-local refusal = refused(epoch, session, ARGV[1], ARGV[4])
+local frontier, refusal = present_session(ARGV[1], ARGV[4])
 if refusal then
   return refusal
 end
-local step = tonumber(ARGV[2])
+local step, lost, world_size = tonumber(ARGV[2]), frontier.session_lost, frontier.dp_world_size
 if lost and step >= tonumber(string.match(lost, '^%d+')) then
-  return redis.error_reply('BEHIND ' .. string.match(lost, ':(.*)$'))
-end
-if step > tonumber(stepped) then
+  return lost_session(lost)
+elseif step > tonumber(frontier.stepped) then
   return redis.error_reply('CONFLICT step ' .. step .. ' is not stepped; the newest such step is '
-    .. stepped)
+    .. frontier.stepped)
 end
-local hash = step == 0 and '' or hash_of(ARGV[2])
-if hash ~= ARGV[3] then
-  return redis.error_reply('CONFLICT step ' .. step .. ' has the manifest "' .. (hash or '')
-    .. '", not "' .. ARGV[3] .. '"')
+refusal = manifest_refusal(step, step == 0 and '' or hash_of(ARGV[2]), ARGV[3])
+if refusal or step <= tonumber(frontier.committed) then
+  return refusal or 0
 end
-if step <= tonumber(committed) then
-  return 0
-end
-if tonumber(ARGV[5]) >= tonumber(world_size) then
-  return redis.error_reply('CONFLICT dp_rank ' .. ARGV[5] .. ' is none of the ' .. world_size
-    .. ' ranks of the session')
+refusal = rank_refusal(ARGV[5], world_size)
+if refusal then
+  return refusal
 end
 redis.call('HSET', RANKS, 'committed:' .. ARGV[5], ARGV[2])
 for rank = 0, tonumber(world_size) - 1 do
@@ -50,7 +42,8 @@ for rank = 0, tonumber(world_size) - 1 do
     return 0
   end
 end
-checkpoints = (checkpoints and checkpoints ~= '') and checkpoints .. ',' .. step or step
+local before = frontier.checkpoints or ''
+local checkpoints = before == '' and step or before .. ',' .. step
 redis.call('HSET', FRONTIER, 'committed', step, 'checkpoints', checkpoints)
 redis.call('HSET', TIMES, 'committed:' .. ARGV[2], now_text())
 redis.call('XADD', WAKE, 'MAXLEN', 1, '*', 'w', '')

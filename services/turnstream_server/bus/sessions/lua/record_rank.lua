@@ -17,17 +17,14 @@ local FRONTIER, BATCHES, RANKS, WAKE = unpack(KEYS)
 
 -- include: present_session.lua
 
-local epoch, session, world_size, planned, released, lost = unpack(redis.call('HMGET', FRONTIER,
-  'session_epoch', 'session', 'dp_world_size', 'planned', 'released', 'session_lost'))
-local refusal = refused(epoch, session, ARGV[1], ARGV[2])
+local frontier, refusal = present_session(ARGV[1], ARGV[2])
 if refusal then
   return refusal
-end
-if lost then
-  return redis.error_reply('BEHIND ' .. string.match(lost, ':(.*)$'))
+elseif frontier.session_lost then
+  return lost_session(frontier.session_lost)
 end
 local step = tonumber(ARGV[4])
-if step < tonumber(released or 0) then
+if step < tonumber(frontier.released or 0) then
   return 1  -- a late call: the batch is released
 end
 
@@ -38,14 +35,14 @@ if own ~= ARGV[5] and ARGV[6] == 'gets' then
 end
 if own ~= ARGV[5] then
   local has = own and 'this store has "' .. own .. '" as step ' .. step
-    or 'but the newest batch of this store is ' .. (planned or 0)
+    or 'but the newest batch of this store is ' .. (frontier.planned or 0)
   local why = 'step ' .. step .. ' was delivered to dp_rank ' .. ARGV[3] .. ' from the manifest "'
     .. ARGV[5] .. '", ' .. has .. ': begin a new session from the last checkpoint'
   redis.call('HSET', FRONTIER, 'session_lost', ARGV[4] .. ':' .. why)
   redis.call('XADD', WAKE, 'MAXLEN', 1, '*', 'w', '')
   return redis.error_reply('BEHIND ' .. why)
 end
-if tonumber(world_size) > 1 then
+if tonumber(frontier.dp_world_size) > 1 then
   local newest, hash = string.match(redis.call('HGET', RANKS, ARGV[3]) or '', '^(%d+):(.*)$')
   if not newest or tonumber(newest) < step or hash_of(newest) ~= hash then
     redis.call('HSET', RANKS, ARGV[3], ARGV[4] .. ':' .. ARGV[5])

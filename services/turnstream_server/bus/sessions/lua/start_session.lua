@@ -102,7 +102,7 @@ end
 if step > 0 then
   kept[#kept + 1] = step
 end
--- include: turnstream_server.bus.leadership/server_time.lua
+-- include: turnstream.store.run/server_time.lua
 -- include: turnstream.store.run/slices.lua
 
 local now_ms = now_text()

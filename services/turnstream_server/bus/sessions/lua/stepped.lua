@@ -15,35 +15,31 @@
 
 local FRONTIER, BATCHES, WAKE, RANKS, TIMES = unpack(KEYS)
 
--- include: turnstream_server.bus.leadership/server_time.lua
+-- include: turnstream.store.run/server_time.lua
 -- include: present_session.lua
 
-local epoch, stepped, lineage, session, planned, world_size, lost = unpack(redis.call('HMGET',
-  FRONTIER, 'session_epoch', 'stepped', 'lineage', 'session', 'planned', 'dp_world_size',
-  'session_lost'))
-local refusal = refused(epoch, session, ARGV[1], ARGV[4])
+local frontier, refusal = present_session(ARGV[1], ARGV[4])
 if refusal then
   return refusal
+elseif frontier.session_lost then
+  return lost_session(frontier.session_lost)
 end
-if lost then
-  return redis.error_reply('BEHIND ' .. string.match(lost, ':(.*)$'))
-end
-local step = tonumber(ARGV[2])
-if step > tonumber(planned or 0) then
+local step, planned, stepped = tonumber(ARGV[2]), frontier.planned or 0, frontier.stepped
+if step > tonumber(planned) then
   return redis.error_reply('BEHIND step ' .. step .. ' was trained from the manifest "' .. ARGV[3]
-    .. '", but the newest batch of this store is ' .. (planned or 0))
-end
-if step > stepped + 1 then
+    .. '", but the newest batch of this store is ' .. planned)
+elseif step > stepped + 1 then
   return redis.error_reply('CONFLICT step ' .. step .. ' does not follow step ' .. stepped)
 end
-if tonumber(ARGV[5]) >= tonumber(world_size) then
-  return redis.error_reply('CONFLICT dp_rank ' .. ARGV[5] .. ' is none of the ' .. world_size
-    .. ' ranks of the session')
+local hash = hash_of(ARGV[2])
+refusal = rank_refusal(ARGV[5], frontier.dp_world_size) or manifest_refusal(step, hash, ARGV[3])
+if refusal then
+  return refusal
 end
 
 -- Return the first rank whose newest stepped batch is before this one, or another one.
 local function rank_behind()
-  for rank = 0, tonumber(world_size) - 1 do
+  for rank = 0, tonumber(frontier.dp_world_size) - 1 do
     local entry = redis.call('HGET', RANKS, 'stepped:' .. rank) or ''
     local newest, hash = string.match(entry, '^(%d+):(.*)$')
     if not newest or tonumber(newest) < step or hash_of(newest) ~= hash then
@@ -52,11 +48,6 @@ local function rank_behind()
   end
 end
 
-local hash = hash_of(ARGV[2])
-if hash ~= ARGV[3] then
-  return redis.error_reply('CONFLICT step ' .. step .. ' has the manifest "' .. (hash or '')
-    .. '", not "' .. ARGV[3] .. '"')
-end
 if step == stepped + 1 then
   redis.call('HSET', RANKS, 'stepped:' .. ARGV[5], ARGV[2] .. ':' .. hash)
   local rank = rank_behind()
@@ -68,4 +59,4 @@ if step == stepped + 1 then
   redis.call('HSET', TIMES, 'stepped:' .. ARGV[2], now_text())
   redis.call('XADD', WAKE, 'MAXLEN', 1, '*', 'w', '')
 end
-return lineage
+return frontier.lineage

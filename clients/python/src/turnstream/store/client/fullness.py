@@ -8,12 +8,12 @@ from typing import Any, Final, NamedTuple
 from turnstream.store.client.stored_values import StoredHash, parsed_number
 
 RESERVE: Final = 0.2
-"""The share of the server's memory that takes no new group; see open_group.lua."""
+"""The share of the server's memory that takes no new group; see group_admission.lua."""
 
-LEAST_ESTIMATE: Final = 16_384  # see open_group.lua
+LEAST_ESTIMATE: Final = 16_384  # see group_admission.lua
 
 FIRST_ESTIMATE: Final = 65_536
-"""Bytes of a trajectory, before any is sealed; see open_group.lua."""
+"""Bytes of a trajectory, before any is sealed; see group_admission.lua."""
 
 
 def store_trouble(facts: Mapping[str, Any]) -> str:
@@ -107,8 +107,8 @@ class Bytes(NamedTuple):
         """Return why the next group waits for bytes, or None.
 
         For a trainer that starves, groups start beyond `max_bytes`, and in half of the server's
-        reserve: see open_group.lua. The shortage is full where open trajectories hold more than
-        half, since steps of the trainer release none of their bytes.
+        reserve: see group_admission.lua. The shortage is full where open trajectories hold more
+        than half, since steps of the trainer release none of their bytes.
 
         >>> bytes_ = Bytes(0, 0, 0, 40, 50, needed=20, max_bytes=100)
         >>> bytes_.shortage(is_urgent=True), bytes_.shortage(is_urgent=False).is_full

@@ -33,7 +33,7 @@ class Script:
     """A Lua file of a package's `lua` folder.
 
     A line `-- include: other.lua`, or `-- include: package/other.lua`, is replaced by the lines of
-    that file after the first.
+    that file after the first, once in a script.
 
     Attributes:
         source: the text; its header lists the arguments and the reply.
@@ -44,7 +44,7 @@ class Script:
 
     def __init__(self, name: str, package: str) -> None:
         self.name = name
-        self.source = _read(name, package)
+        self.source = _read(name, package, set())
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
     def __call__(self, keys: Sequence[str], *args: Argument) -> Command:
@@ -52,10 +52,18 @@ class Script:
         return Command(self, tuple(keys), args)
 
 
-def _read(name: str, package: str) -> str:
+def _read(name: str, package: str, included: set[str]) -> str:
+    """Return the text of a script or of a part; empty for a part that is included already."""
+    if name in included:
+        return ""
+    included.add(name)
     path = importlib.resources.files(package) / "lua" / f"{name}.lua"
     text = path.read_text(encoding="utf-8")
-    return _INCLUDE.sub(lambda line: _read(line[2], line[1] or package).partition("\n")[2], text)
+
+    def part(line: re.Match[str]) -> str:
+        return _read(line[2], line[1] or package, included).partition("\n")[2]
+
+    return _INCLUDE.sub(part, text)
 
 
 class Command(NamedTuple):

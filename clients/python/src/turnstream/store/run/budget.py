@@ -12,7 +12,7 @@ from turnstream.store.client.scripts import Argument, Command, Script
 from turnstream.types import SealedTrajectory
 
 FIRST_BYTES: Final = 12_288
-"""Bytes of records in every reservation that open_group.lua makes."""
+"""Bytes of records in every reservation that group_admission.lua makes."""
 
 _LEAST_BLOCK: Final = 16_384
 _LARGEST_BLOCK: Final = 1 << 20

@@ -17,7 +17,7 @@ ATTEMPT_LIMIT: Final = 1000
 """Attempts of one sample: the scripts that decide a group look at each of them."""
 
 MOST_GROUP_BYTES: Final = 524_288
-"""Attempts of all samples of a group, times the bytes of its name: see group_limits.lua."""
+"""Attempts of all samples of a group, times the bytes of its name: see group_members.lua."""
 
 LEAST_NAME_BYTES: Final = 128
 """Bytes that a shorter name counts as."""
@@ -70,7 +70,7 @@ def group_size(
 def most_samples(group_id: str) -> int:
     """Return the number of samples that a group of this name may have.
 
-    The same rule is in group_limits.lua, which limits samples times attempts.
+    The same rule is in group_members.lua, which limits samples times attempts.
 
     >>> most_samples("g"), most_samples("g" * 500)
     (4096, 1048)

@@ -217,7 +217,7 @@ def _of_capacity(seen: WaitSnapshot) -> WaitReason | None:
 
 
 def _of_bytes(seen: WaitSnapshot, num_samples: int, is_training: bool) -> Iterator[WaitReason]:
-    """Yield the lack of bytes for a group, by the rule of open_group.lua."""
+    """Yield the lack of bytes for a group, by the rule of group_admission.lua."""
     budget = seen.budget.of_group(num_samples)
     if seen.is_closed and not budget.why_refused:
         return

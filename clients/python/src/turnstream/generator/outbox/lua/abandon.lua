@@ -3,11 +3,6 @@
 --
 -- Runs also when the server is full: giving up makes room.
 --
--- Keys, all in the run's slot:
---   KEYS[1] ledger  hash    trajectory id: "open:<epoch>:<writer>" becomes "abandoned:<reason>"
---   KEYS[2] counts  hash    changed: open, abandoned
---   KEYS[3] events  stream  added: field r = the trajectory_abandoned record
---   KEYS[4] leases  zset    removed: its lease
 -- Arguments: ARGV[1] trajectory id    ARGV[2] "<lease epoch>:<writer>", or the epoch alone
 --            ARGV[3] reason    ARGV[4] the record
 -- Reply:     1, or 0 where it was abandoned already, or its group was decided without it
@@ -15,7 +10,8 @@
 --   FENCED    never opened, or open with another epoch
 --   CONFLICT  fact: the state; sealed, or further on
 
-local entry = redis.call('HGET', KEYS[1], ARGV[1])
+local LEDGER, COUNTS, EVENTS, LEASES = unpack(KEYS)
+local entry = redis.call('HGET', LEDGER, ARGV[1])
 if not entry then
   return redis.error_reply('FENCED ' .. ARGV[1] .. ' was never opened')
 end
@@ -33,13 +29,13 @@ end
 
 -- include: turnstream.store.run/whole_numbers.lua
 
-local damage = damaged(KEYS[2])
+local damage = damaged(COUNTS)
 if damage then
   return damage
 end
-redis.call('HSET', KEYS[1], ARGV[1], 'abandoned:' .. ARGV[3])
-redis.call('HINCRBY', KEYS[2], 'open', -1)
-redis.call('HINCRBY', KEYS[2], 'abandoned', 1)
-redis.call('XADD', KEYS[3], '*', 'r', ARGV[4])
-redis.call('ZREM', KEYS[4], ARGV[1])
+redis.call('HSET', LEDGER, ARGV[1], 'abandoned:' .. ARGV[3])
+redis.call('HINCRBY', COUNTS, 'open', -1)
+redis.call('HINCRBY', COUNTS, 'abandoned', 1)
+redis.call('XADD', EVENTS, '*', 'r', ARGV[4])
+redis.call('ZREM', LEASES, ARGV[1])
 return 1

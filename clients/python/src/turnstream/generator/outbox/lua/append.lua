@@ -22,11 +22,6 @@
 --
 -- So the epochs of a trajectory's entries only grow, and no two writers alternate.
 --
--- Keys, in the trajectory's slot:
---   KEYS[1] turns  stream  added: turn n (from 0) as entry "0-<n + 1>", the seal as the entry after
---                          the last turn; field r = record
---   KEYS[2] meta   hash    epoch, writer: created, or replaced by a newer epoch;
---                          turns, bytes, sealed (0 or 1): changed; read: released
 -- Arguments:
 --   ARGV[1] "<lease epoch>:<writer>" in the first call, later "<lease epoch>/<writer>", or the epoch
 --           alone. A store that lost an adoption may return its epoch to another writer: if two have
@@ -43,11 +38,12 @@
 --   GAP       fact: k; turn k is missing
 --   TOOLARGE  its turns would have more than MOST_BYTES; nothing was written
 
+local TURNS, META = unpack(KEYS)
 local MOST_BYTES = 48 * 1024 * 1024  -- of all turns: a reader takes them in one reply
 
 local epoch, kind, caller = string.match(ARGV[1], '^(%d+)([:/]?)(.*)$')
 local holder, writer, turns, sealed, bytes, released = unpack(
-  redis.call('HMGET', KEYS[2], 'epoch', 'writer', 'turns', 'sealed', 'bytes', 'released'))
+  redis.call('HMGET', META, 'epoch', 'writer', 'turns', 'sealed', 'bytes', 'released'))
 if released == 'abandoned' then
   return redis.error_reply('FENCED the trajectory was abandoned, and its payload released')
 end
@@ -84,7 +80,7 @@ end
 
 local function is_stored(entry, record)
   local id = '0-' .. entry
-  local found = redis.call('XRANGE', KEYS[1], id, id)[1]
+  local found = redis.call('XRANGE', TURNS, id, id)[1]
   return found ~= nil and string.sub(found[2][2], -4) == string.sub(record, -4)
 end
 
@@ -122,11 +118,11 @@ if num_bytes > MOST_BYTES then
     MOST_BYTES))
 end
 for i = #ARGV - num_new + 1, #ARGV do
-  redis.call('XADD', KEYS[1], '0-' .. (first + i - 3), 'r', ARGV[i])
+  redis.call('XADD', TURNS, '0-' .. (first + i - 3), 'r', ARGV[i])
   bytes = bytes + #ARGV[i]
 end
 if num_new > 0 or holder ~= epoch then
-  redis.call('HSET', KEYS[2], 'epoch', epoch, 'writer', is_first_call and caller or writer,
+  redis.call('HSET', META, 'epoch', epoch, 'writer', is_first_call and caller or writer,
     'turns', math.max(turns, last), 'bytes', string.format('%.0f', bytes),
     'sealed', (seals or sealed == '1') and 1 or 0)
 end

@@ -4,21 +4,6 @@
 --
 -- Runs also when the server is full: without these few bytes nothing could ever be released.
 --
--- Keys, all in the run's slot:
---   KEYS[1] ledger  hash    trajectory id: "open:<epoch>:<writer>" becomes "sealed:<epoch>", or
---                           "awaiting_reward:<epoch>", or "surplus:<reason>" where the group was
---                           decided without it
---   KEYS[2] counts  hash    changed: open, sealed, awaiting_reward, surplus
---   KEYS[3] groups  hash    read: the state of the trajectories' groups; a missing one is finished
---   KEYS[4] events  stream  added per trajectory that counts: field r = the record, t = its id
---   KEYS[5] leases  zset    removed: their leases
---   KEYS[6] deadlines zset  added per trajectory that awaits its reward, where the run has such a
---                           deadline
---   KEYS[7] config  hash    read, where a trajectory awaits its reward
---   KEYS[8] held    hash    trajectory id: "r<bytes>", what was reserved, becomes "<bytes>"
---   KEYS[9] budget  hash    changed: reserved, stored; estimate, a running mean over the last `settled`
---                           trajectories or so
---   KEYS[10] clock  hash    read, where a trajectory awaits its reward: see run_clock.lua
 -- Arguments: ARGV[1...] three per trajectory: its id; "<lease epoch>:<awaits>/<bytes>:<writer>"; the
 --            trajectory_sealed record. <awaits> is "awaits" if the reward is posted later, else empty.
 --            <bytes> is the size of its stored records; without "/<bytes>" the reservation stays.
@@ -28,8 +13,7 @@
 --        ledger does not have it
 -- Errors: INVALID  an epoch, or a record, is missing: nothing was written
 
-local LEASES, DEADLINES, CONFIG, HELD, BUDGET = KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local CLOCK = KEYS[10]
+local LEDGER, COUNTS, GROUPS, EVENTS, LEASES, DEADLINES, CONFIG, HELD, BUDGET, CLOCK = unpack(KEYS)
 local OVERHEAD = 4096  -- of keys, ledger entry, lease and events of a trajectory
 local MEAN_OVER = 16
 
@@ -53,12 +37,12 @@ end
 
 -- include: turnstream.store.run/whole_numbers.lua
 
-local damage = damaged(KEYS[2]) or damaged(BUDGET)
+local damage = damaged(COUNTS) or damaged(BUDGET)
 if damage then
   return damage
 end
 
-local entries = read_sliced('HMGET', KEYS[1], ids)
+local entries = read_sliced('HMGET', LEDGER, ids)
 local after_seal = {sealed = 1, awaiting_reward = 1, planned = 1, filtered = 1, expired = 1,
   incomplete = 1, evaluated = 1, dead = 1}
 local has_epoch = {sealed = 1, awaiting_reward = 1}
@@ -67,7 +51,7 @@ local group_states = {}
 local function is_decided(id)
   local group = string.match(id, '^[^/]*')
   if group_states[group] == nil then
-    local entry = redis.call('HGET', KEYS[3], group)
+    local entry = redis.call('HGET', GROUPS, group)
     group_states[group] = entry and string.match(entry, ':(.*)$') or 'over'
   end
   return group_states[group] ~= 'open' and group_states[group] ~= 'evaluating'
@@ -126,7 +110,7 @@ for i, id in ipairs(ids) do
       if awaits ~= '' then
         await_reward(id)
       end
-      redis.call('XADD', KEYS[4], '*', 'r', ARGV[3 * i], 't', id)
+      redis.call('XADD', EVENTS, '*', 'r', ARGV[3 * i], 't', id)
       replies[i] = 'OK'
     end
   elseif state == 'surplus' then
@@ -140,11 +124,11 @@ for i, id in ipairs(ids) do
   end
 end
 if #changes > 0 then
-  write_sliced('HSET', KEYS[1], changes)
-  redis.call('HINCRBY', KEYS[2], 'open', -#changes / 2)
+  write_sliced('HSET', LEDGER, changes)
+  redis.call('HINCRBY', COUNTS, 'open', -#changes / 2)
   for state, number in pairs(num) do
     if number > 0 then
-      redis.call('HINCRBY', KEYS[2], state, number)
+      redis.call('HINCRBY', COUNTS, state, number)
     end
   end
 end

@@ -1,11 +1,6 @@
 #!lua
 -- Appends prompts to those of a run. The same prompts again change nothing.
 --
--- Keys, all in the run's slot:
---   KEYS[1] frontier  hash    read: closed
---   KEYS[2] prompts   hash    number -> record, added; changed: added, the number of the newest, and
---                             most_samples, the largest num_samples of any
---   KEYS[3] wake      stream  added, so that waiting generators ask again
 -- Arguments:
 --   ARGV[1] number of the first of them, from 1    ARGV[2] their largest num_samples
 --   ARGV[3...] records: "<num_samples>/<num_needed>:<encoded prompt_uid>:<payload>"
@@ -16,8 +11,9 @@
 --   CONFLICT  a prompt with one of these numbers has another content, or one before them is missing.
 --             A finished prompt is not compared: its content is deleted
 
-local PROMPTS, FIRST = KEYS[2], 3
-local closed = redis.call('HGET', KEYS[1], 'closed')
+local FRONTIER, PROMPTS, WAKE = unpack(KEYS)
+local FIRST = 3
+local closed = redis.call('HGET', FRONTIER, 'closed')
 if not closed then
   return redis.error_reply('NORUN no such run')
 end
@@ -44,5 +40,5 @@ for number = added + 1, last do
   redis.call('HSET', PROMPTS, number, ARGV[number - first + FIRST])
 end
 redis.call('HSET', PROMPTS, 'added', last, 'most_samples', math.max(most, tonumber(ARGV[2])))
-redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'w', '')
+redis.call('XADD', WAKE, 'MAXLEN', 1, '*', 'w', '')
 return last

@@ -5,11 +5,6 @@
 -- writer's first append, which may be empty, has raised the epoch of the payload: see append.lua. The
 -- owner itself gets its trajectory with the epoch that it has.
 --
--- Keys, all in the run's slot:
---   KEYS[1] ledger  hash  trajectory id: "open:<epoch>:<writer>" becomes "open:<epoch + 1>:<new>"
---   KEYS[2] leases  zset  trajectory id -> end of its lease; changed
---   KEYS[3] config  hash  read: newest, that revision's JSON, lease_floor
---   KEYS[4] groups  hash  read: group name -> "<num_samples>:<state>"; a missing one is finished
 -- Arguments: ARGV[1] trajectory id    ARGV[2] the new writer
 -- Reply:     {its lease epoch; num_samples of its group}
 -- Errors:
@@ -18,7 +13,7 @@
 --   CONFLICT  fact: unknown, where it was never opened; its state, where it is no longer open;
 --             group, where its group is decided or over
 
-local CONFIG = KEYS[3]
+local LEDGER, LEASES, CONFIG, GROUPS = unpack(KEYS)
 -- include: lease_end.lua
 
 local now_ms, _, ends_ms = new_lease()
@@ -26,7 +21,7 @@ if not now_ms then
   return redis.error_reply('NORUN no such run')
 end
 local id = ARGV[1]
-local entry = redis.call('HGET', KEYS[1], id)
+local entry = redis.call('HGET', LEDGER, id)
 if not entry then
   return redis.error_reply('CONFLICT [unknown] ' .. id .. ' was never opened, or is finished')
 end
@@ -36,24 +31,24 @@ if not epoch then
   return redis.error_reply('CONFLICT [' .. ended .. '] ' .. id .. ' is already ' .. ended)
 end
 local group = string.match(id, '^[^/]*')
-local num_samples, state = string.match(redis.call('HGET', KEYS[4], group) or '', '^(%d+):(.*)$')
+local num_samples, state = string.match(redis.call('HGET', GROUPS, group) or '', '^(%d+):(.*)$')
 if state ~= 'open' and state ~= 'evaluating' then
   return redis.error_reply('CONFLICT [group] group ' .. group .. ' is already ' .. (state or 'over'))
 end
 
 if writer ~= ARGV[2] then
-  local left_ms = (redis.call('ZSCORE', KEYS[2], id) or 0) - now_ms
+  local left_ms = (redis.call('ZSCORE', LEASES, id) or 0) - now_ms
   if left_ms > ends_ms - now_ms then
     -- The clock was set back. Without this, a dead writer would hold it until the clock caught up.
     left_ms = ends_ms - now_ms
-    redis.call('ZADD', KEYS[2], string.format('%.0f', ends_ms), id)
+    redis.call('ZADD', LEASES, string.format('%.0f', ends_ms), id)
   end
   if left_ms > 0 then
     return redis.error_reply('HELD [' .. string.format('%.0f', left_ms) .. '] ' .. id
       .. ' is being written by ' .. writer)
   end
   epoch = epoch + 1
-  redis.call('HSET', KEYS[1], id, 'open:' .. epoch .. ':' .. ARGV[2])
+  redis.call('HSET', LEDGER, id, 'open:' .. epoch .. ':' .. ARGV[2])
 end
-redis.call('ZADD', KEYS[2], string.format('%.0f', ends_ms), id)
+redis.call('ZADD', LEASES, string.format('%.0f', ends_ms), id)
 return {tonumber(epoch), tonumber(num_samples)}

@@ -10,6 +10,8 @@
 --       new_lease(): the time now, the length and the end of a lease that begins now, all in ms of
 --       server time; nil where there is no run.
 
+-- include: server_time.lua
+
 local function lease_end(now_ms, lease_ms)
   local floor_ms, most_ms = string.match(
     redis.call('HGET', CONFIG, 'lease_floor') or '', '^(%d+):(%d+)$')
@@ -26,7 +28,6 @@ local function new_lease()
   end
   local config = cjson.decode(redis.call('HGET', CONFIG, newest))
   local lease_ms = math.floor(config.lease_s * 1000)
-  local time = redis.call('TIME')
-  local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+  local now_ms = server_ms()
   return now_ms, lease_ms, lease_end(now_ms, lease_ms)
 end

@@ -4,17 +4,13 @@
 -- A lease that ends later than one that begins now is from before the clock was set back: some of them
 -- are cut here to that length. None has ended by a time that the clock has not reached again.
 --
--- Keys, all in the run's slot:
---   KEYS[1] ledger  hash  read
---   KEYS[2] leases  zset  trajectory id -> end of its lease; changed only where the clock was set back
---   KEYS[3] config  hash  read: newest, that revision's JSON, lease_floor
 -- Arguments:
 --   ARGV[1] leases that ended at this time or before, ms of server time; "" for now
 --   ARGV[2] how many at most
 -- Reply: a flat list, two per trajectory: its id, its ledger entry
 -- Errors:    NORUN  no such run
 
-local CONFIG = KEYS[3]
+local LEDGER, LEASES, CONFIG = unpack(KEYS)
 -- include: lease_end.lua
 
 local now_ms, _, ends_ms = new_lease()
@@ -22,9 +18,9 @@ if not now_ms then
   return redis.error_reply('NORUN no such run')
 end
 local last_end = string.format('%.0f', ends_ms)
-local beyond = redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. last_end, '+inf', 'LIMIT', 0, ARGV[2])
+local beyond = redis.call('ZRANGEBYSCORE', LEASES, '(' .. last_end, '+inf', 'LIMIT', 0, ARGV[2])
 for _, id in ipairs(beyond) do
-  redis.call('ZADD', KEYS[2], last_end, id)
+  redis.call('ZADD', LEASES, last_end, id)
 end
 
 local until_ms = ARGV[1] ~= '' and ARGV[1] or string.format('%.0f', now_ms)
@@ -32,8 +28,8 @@ if tonumber(until_ms) > now_ms then
   return {}
 end
 local replies = {}
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', until_ms, 'LIMIT', 0, ARGV[2])) do
-  local entry = redis.call('HGET', KEYS[1], id)
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', until_ms, 'LIMIT', 0, ARGV[2])) do
+  local entry = redis.call('HGET', LEDGER, id)
   if entry and string.sub(entry, 1, 5) == 'open:' then
     replies[#replies + 1] = id
     replies[#replies + 1] = entry

@@ -3,18 +3,6 @@
 -- Prompts whose group failed come first. Several generators may read the same task; open_group opens
 -- it for one of them.
 --
--- Keys, all in the run's slot:
---   KEYS[1] prompts   hash    read: number -> record, added, next, done
---   KEYS[2] tasks     hash    read: group name -> number of its prompt
---   KEYS[3] again     zset    read: numbers of prompts whose group failed
---   KEYS[4] frontier  hash    read: closed, open_groups
---   KEYS[5] config    hash    read: newest, that revision's JSON
---   KEYS[6] groups    hash    read: group name -> "<num_samples>:<state>"
---   KEYS[7] ledger    hash    read: the attempt is not open
---   KEYS[8] wake      stream  read: its last id
---   KEYS[9] members   hash    read: group name -> "<num_needed>:...:<prompt_uid>"
---   KEYS[10] refills  zset    read: trajectory ids in the order in which they were granted
---   KEYS[11] over     hash    read: fingerprints of finished groups
 -- Arguments:
 --   ARGV[1] "refill" for refills alone, also of a closed run; else ""
 --   ARGV[2] tasks to pass over: a caller that lost a task to another one asks for a later one; 0 by
@@ -28,9 +16,8 @@
 --   NORUN     no such run
 --   CLOSED    the run is closed, and no refill will come
 
-local PROMPTS, TASKS, AGAIN, FRONTIER, CONFIG = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local GROUPS, LEDGER, WAKE, MEMBERS, REFILLS = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
-local OVER = KEYS[11]
+local PROMPTS, TASKS, AGAIN, FRONTIER, CONFIG, GROUPS, LEDGER, WAKE, MEMBERS, REFILLS,
+  OVER = unpack(KEYS)
 local MOST_LISTED = 32
 local num_passed = tonumber(ARGV[2] or 0)
 

@@ -3,17 +3,6 @@
 --
 -- Runs also when the server is full: a group that waits for a reward holds its payload.
 --
--- Keys, all in the run's slot:
---   KEYS[1] ledger     hash    trajectory id: "awaiting_reward:<epoch>" becomes "sealed:<epoch>"
---   KEYS[2] counts     hash    changed: awaiting_reward, sealed; or late_rewards
---   KEYS[3] rewards    hash    trajectory id -> the CRC, "late:<CRC>" where it changes nothing; added.
---                              "missed" where its deadline has passed, and is not folded in yet
---   KEYS[4] deadlines  zset    removed: "reward:<trajectory id>"
---   KEYS[5] events     stream  added, once: field r = the reward_posted record, t = the id
---   KEYS[6] conflicts  hash    num, last, last_ms: changed where another reward was posted
---   KEYS[7] frontier   hash    read: whether there is such a run
---   KEYS[8] groups     hash    read, where the ledger does not have the trajectory
---   KEYS[9] over       hash    read then: fingerprints of finished groups
 -- Arguments: ARGV[1] trajectory id    ARGV[2] CRC of the record    ARGV[3] the record
 -- Reply: "OK", "DUPLICATE" (the same was posted before), or "LATE": its group was decided before,
 --        which is counted and changes nothing. "LEFT" in place of LATE for a trajectory that is no
@@ -23,8 +12,10 @@
 --   CONFLICT  another reward was posted; or the trajectory is not sealed, or was sealed with its
 --             reward; or it was never opened
 
-local CONFLICTS, FRONTIER, GROUPS, OVER = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local REWARDS = KEYS[3]
+local LEDGER, COUNTS, REWARDS, DEADLINES, EVENTS, CONFLICTS, FRONTIER, GROUPS, OVER = unpack(KEYS)
+
+-- include: server_time.lua
+
 local MAY_CHANGE = {open = true, decided = true, evaluating = true}
 
 if redis.call('EXISTS', FRONTIER) == 0 then
@@ -37,16 +28,14 @@ if known and known ~= 'missed' then
   elseif known == 'late:' .. ARGV[2] then
     return 'LATE'
   end
-  local time = redis.call('TIME')
   redis.call('HINCRBY', CONFLICTS, 'num', 1)
-  redis.call('HSET', CONFLICTS, 'last', ARGV[1] .. ': another reward was posted',
-    'last_ms', string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000)))
+  redis.call('HSET', CONFLICTS, 'last', ARGV[1] .. ': another reward was posted', 'last_ms', now_text())
   return redis.error_reply('CONFLICT another reward was posted for ' .. ARGV[1])
 end
 
 -- include: whole_numbers.lua
 
-local damage = damaged(KEYS[2])
+local damage = damaged(COUNTS)
 if damage then
   return damage
 end
@@ -63,12 +52,12 @@ local function may_have_left()
   return is_finished_name(group)
 end
 
-local entry = redis.call('HGET', KEYS[1], ARGV[1])
+local entry = redis.call('HGET', LEDGER, ARGV[1])
 if not entry then
   if not may_have_left() then
     return redis.error_reply('CONFLICT ' .. ARGV[1] .. ' was never opened')
   end
-  redis.call('HINCRBY', KEYS[2], 'late_rewards', 1)
+  redis.call('HINCRBY', COUNTS, 'late_rewards', 1)
   return 'LEFT'
 end
 local state, rest = string.match(entry, '^([^:]*):(.*)$')
@@ -80,13 +69,13 @@ if state == 'sealed' then
 end
 if state ~= 'awaiting_reward' or known then
   redis.call('HSET', REWARDS, ARGV[1], 'late:' .. ARGV[2])
-  redis.call('HINCRBY', KEYS[2], 'late_rewards', 1)
+  redis.call('HINCRBY', COUNTS, 'late_rewards', 1)
   return 'LATE'
 end
-redis.call('HSET', KEYS[1], ARGV[1], 'sealed:' .. rest)
-redis.call('HINCRBY', KEYS[2], 'awaiting_reward', -1)
-redis.call('HINCRBY', KEYS[2], 'sealed', 1)
+redis.call('HSET', LEDGER, ARGV[1], 'sealed:' .. rest)
+redis.call('HINCRBY', COUNTS, 'awaiting_reward', -1)
+redis.call('HINCRBY', COUNTS, 'sealed', 1)
 redis.call('HSET', REWARDS, ARGV[1], ARGV[2])
-redis.call('ZREM', KEYS[4], 'reward:' .. ARGV[1])
-redis.call('XADD', KEYS[5], '*', 'r', ARGV[3], 't', ARGV[1])
+redis.call('ZREM', DEADLINES, 'reward:' .. ARGV[1])
+redis.call('XADD', EVENTS, '*', 'r', ARGV[3], 't', ARGV[1])
 return 'OK'

@@ -1,11 +1,6 @@
 #!lua flags=no-writes
 -- Reads how far the samples of a group are, for a generator that opens a group again.
 --
--- Keys, all in the run's slot:
---   KEYS[1] frontier hash  read: there is such a run
---   KEYS[2] groups   hash  read: group name -> "<num_samples>:<state>"
---   KEYS[3] ledger   hash  read: trajectory id -> "<state>:..."
---   KEYS[4] over     hash  read: fingerprints of finished groups
 -- Arguments: ARGV[1] group name    ARGV[2] num_samples
 -- Reply: {state of the group: "new" if it was never opened, "over" if it is finished and released,
 --         else as in KEYS[2]; then, of a group that is open, the state of the first attempt of each
@@ -15,15 +10,15 @@
 --   NORUN     no such run
 --   CONFLICT  the group was opened with another num_samples
 
-local OVER = KEYS[4]
+local FRONTIER, GROUPS, LEDGER, OVER = unpack(KEYS)
 -- include: finished_names.lua
 
 -- include: slices.lua
 
-if redis.call('EXISTS', KEYS[1]) == 0 then
+if redis.call('EXISTS', FRONTIER) == 0 then
   return redis.error_reply('NORUN no such run')
 end
-local group = redis.call('HGET', KEYS[2], ARGV[1])
+local group = redis.call('HGET', GROUPS, ARGV[1])
 if not group then
   return {is_finished_name(ARGV[1]) and 'over' or 'new'}
 end
@@ -44,7 +39,7 @@ end
 local function last_attempt(sample)
   local last, state = 0, nil
   while true do
-    local entry = redis.call('HGET', KEYS[3], ARGV[1] .. '/' .. sample .. '/' .. last + 1)
+    local entry = redis.call('HGET', LEDGER, ARGV[1] .. '/' .. sample .. '/' .. last + 1)
     if not entry then
       return last > 0 and ':' .. last .. ':' .. state or ''
     end
@@ -52,7 +47,7 @@ local function last_attempt(sample)
   end
 end
 
-for i, entry in ipairs(read_sliced('HMGET', KEYS[3], ids)) do
+for i, entry in ipairs(read_sliced('HMGET', LEDGER, ids)) do
   local state = entry and string.match(entry, '^[^:]*') or ''
   reply[#reply + 1] = state == 'open' and state .. last_attempt(i - 1) or state
 end

@@ -1,11 +1,6 @@
 #!lua
 -- Stores another config of a run, which takes effect when the step before its first is planned.
 --
--- Keys, all in the run's slot:
---   KEYS[1] frontier  hash    read: planned; changed: next_revision
---   KEYS[2] config    hash    added: "<revision>" -> the JSON, "from:<revision>" -> its first step;
---                             changed: last
---   KEYS[3] wake      stream  added, to wake the planner
 -- Arguments:
 --   ARGV[1] config as JSON    ARGV[2] its first step
 --   ARGV[3] the revision that it changes, the last that the caller knows
@@ -15,14 +10,15 @@
 --   CONFLICT  the step is planned, or comes before that of the last revision; or another revision
 --             was stored since
 
-local newest, last = unpack(redis.call('HMGET', KEYS[2], 'newest', 'last'))
+local FRONTIER, CONFIG, WAKE = unpack(KEYS)
+local newest, last = unpack(redis.call('HMGET', CONFIG, 'newest', 'last'))
 if not newest then
   return redis.error_reply('NORUN no such run')
 end
 last = tonumber(last or newest)
 local step = tonumber(ARGV[2])
-local first = tonumber(redis.call('HGET', KEYS[2], 'from:' .. last) or 1)
-if redis.call('HGET', KEYS[2], last) == ARGV[1] then
+local first = tonumber(redis.call('HGET', CONFIG, 'from:' .. last) or 1)
+if redis.call('HGET', CONFIG, last) == ARGV[1] then
   if first == step or last == 1 then
     return last
   end
@@ -33,7 +29,7 @@ if last ~= tonumber(ARGV[3]) then
   return redis.error_reply('CONFLICT revision ' .. last .. ' was stored since, from step '
     .. first .. ' on: look at it, and revise again')
 end
-local planned, next_revision = unpack(redis.call('HMGET', KEYS[1], 'planned', 'next_revision'))
+local planned, next_revision = unpack(redis.call('HMGET', FRONTIER, 'planned', 'next_revision'))
 planned = tonumber(planned or 0)
 if step <= planned then
   return redis.error_reply('CONFLICT step ' .. step .. ' is planned; the first that is not is step '
@@ -44,9 +40,9 @@ if step < first then
     .. '; name that step, or a later one, and not step ' .. step)
 end
 last = last + 1
-redis.call('HSET', KEYS[2], last, ARGV[1], 'from:' .. last, ARGV[2], 'last', last)
+redis.call('HSET', CONFIG, last, ARGV[1], 'from:' .. last, ARGV[2], 'last', last)
 if tonumber(next_revision or 0) == 0 then
-  redis.call('HSET', KEYS[1], 'next_revision', ARGV[2])
+  redis.call('HSET', FRONTIER, 'next_revision', ARGV[2])
 end
-redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'w', '')
+redis.call('XADD', WAKE, 'MAXLEN', 1, '*', 'w', '')
 return last

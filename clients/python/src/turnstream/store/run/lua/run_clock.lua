@@ -9,9 +9,10 @@
 -- Needs CLOCK  a key, hash  read: ms, at_ms, most_ms
 -- Gives run_ms(), an integer.
 
+-- include: server_time.lua
+
 local function run_ms()
-  local time = redis.call('TIME')
-  local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
+  local now_ms = server_ms()
   local ms, at_ms, most_ms = unpack(redis.call('HMGET', CLOCK, 'ms', 'at_ms', 'most_ms'))
   if not ms then
     return now_ms

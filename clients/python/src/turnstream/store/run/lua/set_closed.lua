@@ -2,18 +2,14 @@
 -- Closes or reopens a run. A closed run takes no new group, while those that are open may still be
 -- finished. A reopened one plans its carried groups with new ones.
 --
--- Keys, all in the run's slot:
---   KEYS[1] frontier  hash    changed: closed, 0 or 1; leftover, the rule for groups that make no
---                             whole batch, of a closed run; finished, removed where it is reopened
---   KEYS[2] events    stream  added: field r = the record
---   KEYS[3] wake      stream  added, to wake waiting callers
 -- Arguments: ARGV[1] 1 to close, 0 to reopen    ARGV[2] the run_closed or run_reopened record
 --            ARGV[3] of a close: short, carry or drop; "" for short, and for any where it is closed
 -- Reply:     1, or 0 where nothing was to do
 -- Errors:    NORUN     no such run
 --            CONFLICT  it was closed with another leftover
 
-local closed, leftover = unpack(redis.call('HMGET', KEYS[1], 'closed', 'leftover'))
+local FRONTIER, EVENTS, WAKE = unpack(KEYS)
+local closed, leftover = unpack(redis.call('HMGET', FRONTIER, 'closed', 'leftover'))
 if not closed then
   return redis.error_reply('NORUN no such run')
 end
@@ -25,12 +21,12 @@ if closed == ARGV[1] then
   end
   return 0
 end
-redis.call('HSET', KEYS[1], 'closed', ARGV[1])
+redis.call('HSET', FRONTIER, 'closed', ARGV[1])
 if ARGV[1] == '1' then
-  redis.call('HSET', KEYS[1], 'leftover', ARGV[3] == '' and 'short' or ARGV[3])
+  redis.call('HSET', FRONTIER, 'leftover', ARGV[3] == '' and 'short' or ARGV[3])
 else
-  redis.call('HDEL', KEYS[1], 'finished', 'leftover')
+  redis.call('HDEL', FRONTIER, 'finished', 'leftover')
 end
-redis.call('XADD', KEYS[2], '*', 'r', ARGV[2])
-redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'w', '')
+redis.call('XADD', EVENTS, '*', 'r', ARGV[2])
+redis.call('XADD', WAKE, 'MAXLEN', 1, '*', 'w', '')
 return 1
