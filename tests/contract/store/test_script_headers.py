@@ -86,7 +86,7 @@ def test_scripts_unpack_only_bounded_lists() -> None:
         r"unpack\((?:\s*redis\.call\('HMGET',\s+\w+(?:\[\d+\])?,\s+'"  # fields named one by one
         r"|KEYS(?:, \d)?\)|counter\)|entry\[2\]\)"  # keys; one counter; fields of one stream entry
         r"|(?:words|ids|ARGV), (?:start|i), |(?:changes|some)\)"  # slices
-        r"|names\)"  # a list in the script
+        r"|names\)|open\["  # a list in the script
         r"|ARGV, [23]\))"  # the fields of one record
     )
 

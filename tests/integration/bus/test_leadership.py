@@ -19,14 +19,17 @@ from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.runs import create_run
 from turnstream.types import BatchDue
 from turnstream_server.bus.core.server_instance import PinnedClient
-from turnstream_server.bus.leadership.leader_fields import note_trouble, park_leadership
+from turnstream_server.bus.leadership.leader_fields import (
+    note_trouble,
+    park_leadership,
+    release_leadership,
+)
 from turnstream_server.bus.leadership.leadership import (
     LeaderScript,
     Leadership,
     Position,
     Term,
     acquire_leadership,
-    release_leadership,
     renew_command,
 )
 from turnstream_server.bus.leadership.run_clock import RunClock

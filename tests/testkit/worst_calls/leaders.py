@@ -59,7 +59,6 @@ WORST: Final[dict[str, Build]] = {}
 CONSTANT: Final = {
     "acquire_leader": "single fields",
     "note_damage": "one field",
-    "release_leader": "single fields",
     "release_payload": "two keys, which the server frees in another thread",
     "renew_leader": "single fields",
     "request_replan": "one field",

@@ -24,13 +24,16 @@ from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.batcher.planner.timekeeper import Timekeeper
 from turnstream_server.bus.core.server_instance import PinnedClient
-from turnstream_server.bus.leadership.leader_fields import note_trouble, park_leadership
+from turnstream_server.bus.leadership.leader_fields import (
+    note_trouble,
+    park_leadership,
+    release_leadership,
+)
 from turnstream_server.bus.leadership.leadership import (
     Leadership,
     Position,
     Term,
     acquire_leadership,
-    release_leadership,
 )
 from turnstream_server.bus.planning.announcements import read_revisions_async
 from turnstream_server.failpoints import reach

@@ -1,10 +1,11 @@
-"""What a leader writes of itself: why it cannot work, and where it has parked the run."""
+"""Fields that a leader writes of its own: why it cannot work, and how its term has ended."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from turnstream.errors import FencedError
 from turnstream.store.client import keys
 from turnstream.store.run import clock
 from turnstream_server.bus.leadership.leadership import Position, Term
@@ -93,3 +94,14 @@ async def note_trouble(term: Term, what: Trouble, trouble: str, *, owner: str) -
     else:
         changes.write("HDEL", "leader", what)
     return not isinstance(await write(term, changes), Difference)
+
+
+async def release_leadership(term: Term, *, owner: str) -> bool:
+    """End the term before its lease ends; return False where it was lost already."""
+    changes = Changes()
+    changes.expect("leader", "owner", owner.encode())
+    changes.write("HSET", "leader", "owner", "", "expires_ms", 0)
+    try:
+        return not isinstance(await write(term, changes), Difference)
+    except FencedError:
+        return False

@@ -12,7 +12,6 @@ from turnstream_server.bus.core.run_script import RunScript
 
 _ACQUIRE = RunScript("acquire_leader", "leadership", "frontier leader")
 _RENEW = RunScript("renew_leader", "leadership", "leader")
-_RELEASE = RunScript("release_leader", "leadership", "leader")
 
 
 class Position(NamedTuple):
@@ -99,8 +98,3 @@ def renew_command(run: str, *, owner: str, epoch: int, lease_s: float) -> Comman
     Its reply is [whether the caller leads, the leader's epoch, the leader].
     """
     return _RENEW(run, owner, epoch, max(1, round(lease_s * 1000)))
-
-
-async def release_leadership(term: Term, *, owner: str) -> bool:
-    """End the term before its lease ends; return False where it was lost already."""
-    return bool(await _RELEASE.call_async(term.client, term.run, owner, term.epoch))

@@ -82,7 +82,7 @@ async def fire_deadlines(term: Term, *, run_ms: int) -> int:
 async def _read_deadlines(term: Term, due: Sequence[bytes]) -> list[Deadline]:
     """Return deadlines, of which `due` has the members and scores, with their groups' entries."""
     members = [each.decode() for each in due[::2]]
-    names = [each.partition(":")[2] for each in members]  # that of a reward is no group's
+    names = [each.partition(":")[2] for each in members]  # a reward's is the name of no group
     (entries,) = await read_facts(term, ("HMGET", keys.run_keys(term.run).members, *names))
     return [Deadline(*each) for each in zip(members, due[1::2], entries, strict=True)]
 

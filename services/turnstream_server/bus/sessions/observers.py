@@ -56,7 +56,7 @@ class Expired(NamedTuple):
 
 
 class Expiry(NamedTuple):
-    """What a check of all observers has found.
+    """The result of a check of all observers.
 
     Attributes:
         next_ms: ms until the next one expires; -1 where none is left.

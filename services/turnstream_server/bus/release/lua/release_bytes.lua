@@ -8,6 +8,7 @@
 local LEDGER, HELD, BUDGET, WAKE = unpack(KEYS)
 
 -- include: turnstream.store.run/slices.lua
+-- include: turnstream.store.run/whole_numbers.lua
 
 local num = {reserved = 0, stored = 0, planned = 0}
 local total = 0
@@ -29,9 +30,10 @@ if total == 0 then
   return 0
 end
 
-local COUNTERS = {{BUDGET}}
--- include: turnstream_server.bus.leadership/whole_counters.lua
-
+local damage = damaged(BUDGET)
+if damage then
+  return damage
+end
 write_sliced('HDEL', HELD, ARGV)
 for part, bytes in pairs(num) do
   if bytes > 0 then

@@ -2,8 +2,8 @@
 -- Part of open_group: whether a new group may be opened now, and its first entries.
 --
 -- A group to train needs capacity, by the rule of batching/fold/capacity.py: at most planned_groups +
--- (max_staleness + trained + 1 - planned) * batch_groups groups may ever have been opened, not counting those
--- that were dropped untrained. At most max_open_groups are open at once, where the run has such a bound.
+-- (max_staleness + trained + 1 - planned) * batch_groups groups may ever have been opened; groups that were
+-- dropped untrained do not count. At most max_open_groups are open at once, where the run has such a bound.
 -- `trained` is the result of admitting_step: if the trainer announces versions, the step of the newest one. A
 -- paused run admits none. A group to evaluate needs bytes alone.
 --
@@ -95,8 +95,8 @@ local function byte_refusal(usual)
   end
 end
 
--- Whether the store has the prompt of a new group, whether it is sampled again, and the newest prompt
--- that was opened. A store that lost a prompt opens its group as one without. Another prompt may have
+-- Whether the store has the prompt of a new group, whether it is sampled again, and the newest opened
+-- prompt. A store that lost a prompt opens its group as one without. Another prompt may have
 -- got the number since. The record of a finished prompt is deleted.
 local function read_prompt()
   if number == '' then

@@ -34,14 +34,6 @@ local function wait(kind, why)
   return {kind, last and last[1] or '0-0', why}
 end
 
-local function refill_of(id, samples)
-  local name = string.match(id, '^[^/]*')
-  local needed, uid = string.match(redis.call('HGET', MEMBERS, name) or '', '^(%d+):%d+:%d+:(.*)$')
-  local number = redis.call('HGET', TASKS, name) or '0'
-  local _, _, _, payload = prompt(number)
-  return {'TASK', number, name, samples, needed or samples, uid or '', payload, id}
-end
-
 local function next_refill()
   local open = {}
   for _, id in ipairs(redis.call('ZRANGE', REFILLS, 0, MOST_LISTED - 1)) do
@@ -54,8 +46,15 @@ local function next_refill()
       break
     end
   end
-  local chosen = open[num_passed % math.max(1, #open) + 1]
-  return chosen and refill_of(chosen[1], chosen[2])
+  if #open == 0 then
+    return nil
+  end
+  local id, samples = unpack(open[num_passed % #open + 1])
+  local name = string.match(id, '^[^/]*')
+  local needed, uid = string.match(redis.call('HGET', MEMBERS, name) or '', '^(%d+):%d+:%d+:(.*)$')
+  local number = redis.call('HGET', TASKS, name) or '0'
+  local _, _, _, payload = prompt(number)
+  return {'TASK', number, name, samples, needed or samples, uid or '', payload, id}
 end
 
 -- Number of the next prompt; else a reply that says why there is none.
@@ -81,7 +80,8 @@ local function next_number()
     .. ' are given out and not done')
 end
 
-local function is_used(name)
+local function is_used(uid, visit)
+  local name = string.format('%s%%23%.0f', uid, visit)
   return redis.call('HEXISTS', GROUPS, name) == 1 or is_finished_name(name)
 end
 
@@ -89,12 +89,12 @@ end
 -- gap, so the search doubles the number, and then halves the distance.
 local function free_name(uid)
   local used, free = 0, 1
-  while is_used(string.format('%s%%23%.0f', uid, free)) do
+  while is_used(uid, free) do
     used, free = free, free * 2
   end
   while free - used > 1 do
     local middle = math.floor((used + free) / 2)
-    if is_used(string.format('%s%%23%.0f', uid, middle)) then
+    if is_used(uid, middle) then
       used = middle
     else
       free = middle

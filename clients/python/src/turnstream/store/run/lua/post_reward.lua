@@ -6,7 +6,7 @@
 -- Arguments: ARGV[1] trajectory id    ARGV[2] CRC of the record    ARGV[3] the record
 -- Reply: "OK", "DUPLICATE" (the same was posted before), or "LATE": its group was decided before,
 --        which is counted and changes nothing. "LEFT" in place of LATE for a trajectory that is no
---        longer in the ledger: nobody knows whether this reward was posted before
+--        longer in the ledger, so that a repeat is not recognised
 -- Errors:
 --   NORUN     no such run
 --   CONFLICT  another reward was posted; or the trajectory is not sealed, or was sealed with its

@@ -10,17 +10,13 @@ local FRONTIER, WAKE = unpack(KEYS)
 if redis.call('EXISTS', FRONTIER) == 0 then
   return redis.error_reply('NORUN no such run')
 end
-local was_paused = redis.call('HGET', FRONTIER, 'paused')
+local changed
 if ARGV[1] == '1' then
-  if was_paused then
-    return 0
-  end
-  redis.call('HSET', FRONTIER, 'paused', ARGV[2])
+  changed = redis.call('HSETNX', FRONTIER, 'paused', ARGV[2])
 else
-  if not was_paused then
-    return 0
-  end
-  redis.call('HDEL', FRONTIER, 'paused')
+  changed = redis.call('HDEL', FRONTIER, 'paused')
 end
-redis.call('XADD', WAKE, 'MAXLEN', 1, '*', 'w', '')
-return 1
+if changed == 1 then
+  redis.call('XADD', WAKE, 'MAXLEN', 1, '*', 'w', '')
+end
+return changed
