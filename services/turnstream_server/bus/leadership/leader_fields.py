@@ -82,7 +82,7 @@ async def park_leadership(term: Term, position: Position) -> bool:
 
 
 async def note_trouble(term: Term, what: Trouble, trouble: str, *, owner: str) -> bool:
-    """Record why a leader cannot work, "" once it is solved; return False where its term is over.
+    """Record why a leader cannot work, "" once it is solved; False after the end of its term.
 
     Raises:
         FencedError: another planner leads the run.

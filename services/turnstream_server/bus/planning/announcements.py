@@ -49,8 +49,8 @@ class RevisionFacts:
 async def announce_due(term: Term, due: BatchDue) -> str:
     """Write the event at which the groups of a batch are chosen; return its id.
 
-    The newest event may be that of an earlier call, whose reply was lost. Of several events of a
-    step, the fold takes the first.
+    The newest event may be that of an earlier call, whose reply was lost. The fold takes the
+    first of several events of a step.
 
     Raises:
         FencedError: another planner leads the run.

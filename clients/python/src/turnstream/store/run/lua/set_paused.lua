@@ -10,13 +10,12 @@ local FRONTIER, WAKE = unpack(KEYS)
 if redis.call('EXISTS', FRONTIER) == 0 then
   return redis.error_reply('NORUN no such run')
 end
-local changed
-if ARGV[1] == '1' then
-  changed = redis.call('HSETNX', FRONTIER, 'paused', ARGV[2])
+if tostring(redis.call('HEXISTS', FRONTIER, 'paused')) == ARGV[1] then
+  return 0
+elseif ARGV[1] == '1' then
+  redis.call('HSET', FRONTIER, 'paused', ARGV[2])
 else
-  changed = redis.call('HDEL', FRONTIER, 'paused')
+  redis.call('HDEL', FRONTIER, 'paused')
 end
-if changed == 1 then
-  redis.call('XADD', WAKE, 'MAXLEN', 1, '*', 'w', '')
-end
-return changed
+redis.call('XADD', WAKE, 'MAXLEN', 1, '*', 'w', '')
+return 1
