@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from testkit import config, ids
+from testkit import config
 from turnstream.errors import ConflictError, InvalidConfigError, RunNotFoundError
-from turnstream.generator import Publisher
 from turnstream.records.evals import encode_evaluation
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
@@ -141,18 +140,6 @@ def test_ledger_counts_the_rewards_that_came_too_late(url: str) -> None:
     assert "rewards came" not in before.output
     assert "1 rewards came after their groups were decided" in shown.output
     assert json.loads(told.output)["late_rewards"] == 1
-
-
-def test_why_counts_trajectories_left_without_a_seal(url: str) -> None:
-    with connect(url) as client:
-        create_run(client, "maze", config(2))
-    with Publisher(url, "maze") as publisher, publisher.group("g", 3) as group:
-        for trajectory in group:
-            trajectory.append(ids("ab"), ids("c"))
-
-    (unsealed,) = [each for each in reasons_of("maze") if each["kind"] == "no_signal"]
-
-    assert unsealed["facts"] == {"trajectories": 3}
 
 
 def test_why_reports_an_idle_and_a_finished_run(url: str) -> None:

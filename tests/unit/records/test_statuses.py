@@ -15,7 +15,7 @@ from turnstream.errors import NotReadyError, TurnstreamError, WaitReason
 from turnstream.records.statuses import MAX_DETAILS, MAX_TEXT, error_to_status, status_to_error
 
 REASON = WaitReason(
-    "kind_of_another_release", "für 你", {"group": "g", "sample": 3, "lease_left_s": 1.5}
+    "of_another_release", "für 你", {"group": "g", "sample": 3, "lease_left_s": 1.5}
 )
 EXAMPLES = {
     "str": "für 你",
