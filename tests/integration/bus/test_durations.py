@@ -88,15 +88,16 @@ async def test_groups_are_counted_from_the_newest_that_was_opened_to_train(run: 
     assert ages(run)["opened_s"] == 0
 
 
-async def test_a_fork_waits_since_it_was_made(run: Any) -> None:
+async def test_a_fork_waits_and_is_judged_since_it_was_made(run: Any) -> None:
     await run.plan_steps(2)
     await run.commit(await run.start("s"), 1)
     pass_time(run)
 
     fork_run(run.store, run.name, "a fork that waits", run.token(1))
 
-    told = ages(run.run_named("a fork that waits"))
-    assert told == {"trainer_s": None, "step_s": 0, "opened_s": None}
+    fork = run.run_named("a fork that waits")
+    assert ages(fork) == {"trainer_s": None, "step_s": 0, "opened_s": None}
+    assert recent(fork) == RecentGroups(since_step=1, num_dropped=0, num_decided=0)
 
 
 async def test_a_rollback_forgets_when_the_steps_were_trained_that_come_again(run: Any) -> None:
@@ -150,24 +151,12 @@ async def test_both_views_have_the_duration_and_the_ranks_behind(run: Any) -> No
         await record_rank(run.client, run.name, **whose, **heard)
     pass_time(run)
 
-    found = reasons(read_snapshot(run.store, run.name))
-    told = reasons(read_waits(run.store, run.name))
-
-    for each in (*found, *told):
-        if each.kind == WaitKind.TRAINER_NOT_STEPPED:
-            words = r"trainer session 1 has it for 1\d\d s; dp_rank 1 did not ask for it$"
-            assert re.search(words, each.sentence)
-            assert each.facts["behind"] == "1"
-    assert [each.kind for each in (*found, *told)].count(WaitKind.TRAINER_NOT_STEPPED) == 2
-
-
-async def test_ranks_of_an_ended_session_are_not_behind(run: Any) -> None:
-    await run.plan_steps(1)
-    await run.start("s", dp_world_size=2)
-    behind = [each.behind for each in both_views(run)]
-    run.store.hset(run.keys.frontier, "session", "")
-
-    assert behind == [(0, 1), (0, 1)]
+    for view in both_views(run):
+        (found,) = (each for each in reasons(view) if each.kind == WaitKind.TRAINER_NOT_STEPPED)
+        words = r"trainer session 1 has it for 1\d\d s; dp_rank 1 did not ask for it$"
+        assert re.search(words, found.sentence)
+        assert found.facts["behind"] == "1"
+    run.store.hset(run.keys.frontier, "session", "")  # the session has ended
     assert [each.behind for each in both_views(run)] == [(), ()]
 
 
@@ -209,17 +198,6 @@ async def test_a_manifest_that_is_written_again_leaves_the_window_where_it_was(r
     await run.plan("g2", step=2)
 
     assert recent(run) == before
-
-
-async def test_the_history_of_a_fork_is_not_judged(run: Any) -> None:
-    await run.plan_steps(2)
-    await run.commit(await run.start("s"), 1, 2)
-
-    fork_run(run.store, run.name, "a fork of it", run.token(2))
-
-    assert recent(run.run_named("a fork of it")) == RecentGroups(
-        since_step=2, num_dropped=0, num_decided=0
-    )
 
 
 async def test_a_damaged_snapshot_leaves_it_to_the_events(run: Any) -> None:
