@@ -198,7 +198,7 @@ def test_leader_killed_around_a_withdrawal_has_a_successor_that_completes_it(
     rig.loses_plans = True
     rig.drain()
 
-    assert done == f"steps 1 to {NUM_PLANNED}, without 1 damaged trajectories"
+    assert done == f"steps 1 to {NUM_PLANNED}; damaged trajectories: 1"
     assert rig.counts()["committed"] == 12 * 3 - 1
     assert rig.counts()["dead"] == 1
 

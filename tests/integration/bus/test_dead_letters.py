@@ -193,13 +193,16 @@ async def test_rejected_event_is_kept_once(run: Any) -> None:
 
 async def test_rejected_event_of_a_sealed_trajectory_is_its_dead_letter(run: Any) -> None:
     await publish(run, "g/0/0")
+    run.store.zadd(run.keys.deadlines, {"reward:g/0/0": 9})
     await reject(run, EVENT, b"junk", "g/0/0", "g/0/0", "g/1/0")
     async with run.unchanged():
         await reject(run, EVENT, b"junk", "g/0/0")
+    await reject(run, f"{2**52}-2", b"junk", "g/0/0")
 
     found = read_dead_letters(run.store, run.name)
     assert [(each.name, each.reason) for each in found.trajectories] == [("g/0/0", "no event")]
-    assert [each.name for each in found.events] == [EVENT]  # of g/1/0, which is not sealed
+    assert [each.name for each in found.events] == [EVENT]  # g/1/0 is not sealed
+    assert not run.store.exists(run.keys.deadlines)
     run.ledger().check()
 
 

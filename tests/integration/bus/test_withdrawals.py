@@ -111,7 +111,7 @@ async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(run: Any) 
         PlansWithdrawn(step=3, dead=(key,)),
     ]
     assert await_replan(run.store, run.name, await newest_request(run), wait_s=0) == (
-        "steps 3 to 4, without 1 damaged trajectories"
+        "steps 3 to 4; damaged trajectories: 1"
     )
 
 
@@ -220,6 +220,9 @@ async def test_request_and_answer_of_a_replan_wake_waiting_callers(run: Any) -> 
     seen.append(await run.last_wake_up())
     with pytest.raises(ConflictError, match="all is well"):
         await_replan(run.store, run.name, first, wait_s=0)
+    answered = '{"first_step": 1, "newest_step": 2}'  # by an earlier release
+    await run.client.hset(run.keys.frontier, "replanned", f"{first}:{answered}")
+    assert await_replan(run.store, run.name, first, wait_s=0) == answered
     assert ask(run) != first
     seen.append(await run.last_wake_up())
     await withdraw(run, 1)

@@ -106,7 +106,7 @@ def test_pause_keeps_the_first_reason_until_resume(
 def test_replan_prints_the_withdrawn_steps_as_text_and_json(
     client: redis.Redis, run: str, turnstream: Shell
 ) -> None:
-    answered = '{"done": "steps 3 to 4, without 1 damaged trajectories"}'
+    answered = '{"done": "steps 3 to 4; damaged trajectories: 1"}'
     names = keys.run_keys(run)
 
     def answer() -> None:
@@ -121,7 +121,7 @@ def test_replan_prints_the_withdrawn_steps_as_text_and_json(
         pool.submit(answer)
         as_json = turnstream("run", "replan", run, "--json")
 
-    assert told == Told(0, "planned again: steps 3 to 4, without 1 damaged trajectories\n", "")
+    assert told == Told(0, "planned again: steps 3 to 4; damaged trajectories: 1\n", "")
     assert json.loads(as_json.out) == {"run": run, "steps": json.loads(answered)["done"]}
 
 

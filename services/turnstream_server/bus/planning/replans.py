@@ -26,7 +26,7 @@ from turnstream_server.bus.planning.plan_writes import read_planned_groups
 from turnstream_server.bus.planning.settling import GroupState
 
 _REQUEST = RunScript("request_replan", "planning", "frontier wake")
-_FRONTIER: Final = ("planned", "stepped", "session_epoch", "withdrawn", "replan")
+_FRONTIER: Final = ("planned", "stepped", "session_epoch", "withdrawn")
 
 
 class Withdrawal(NamedTuple):
@@ -47,7 +47,7 @@ class Withdrawal(NamedTuple):
     def text(self) -> str:
         """Return the steps and the number of damaged trajectories."""
         first, newest = self.manifests[0].step, self.manifests[-1].step
-        return f"steps {first} to {newest}, without {len(self.dead)} damaged trajectories"
+        return f"steps {first} to {newest}; damaged trajectories: {len(self.dead)}"
 
 
 class WithdrawalFacts(NamedTuple):

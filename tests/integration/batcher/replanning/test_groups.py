@@ -24,7 +24,7 @@ async def test_two_steps_are_planned_again_without_a_damaged_member(house, repla
     await trainer.start("b")
     pulled = [*await trainer.get(1), *await trainer.get(2)]
 
-    assert done == "steps 1 to 2, without 1 damaged trajectories"
+    assert done == "steps 1 to 2; damaged trajectories: 1"
     assert [each.mini_batch.rows.trajectory_id for each in pulled] == [
         ["g0/0/0", "g0/2/0", "g1/0/0", "g1/1/0"],
         ["g2/0/0", "g2/1/0", "g3/0/0", "g3/1/0"],
@@ -138,5 +138,5 @@ async def test_config_from_before_the_damaged_step_stays_in_force(house, replan,
     await trainer.get(3)
     house.damage(run, "g2/0/0")
 
-    assert (await replan(run)).startswith("steps 3 to 3,")
+    assert (await replan(run)).startswith("steps 3 to 3;")
     assert read_revisions(house.client, run).last.from_step == 2

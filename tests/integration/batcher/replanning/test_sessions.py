@@ -47,7 +47,7 @@ async def test_session_ends_and_the_next_continues_after_the_stepped_steps(
     third = await trainer.get(3)
     await trainer.stepped(third)
 
-    assert done == "steps 2 to 3, without 1 damaged trajectories"
+    assert done == "steps 2 to 3; damaged trajectories: 1"
     assert f"plans are withdrawn: {done}" in caplog.text
     trained = [each.mini_batch.rows for each in (*first, *second, *third)]
     assert [rows.trajectory_id for rows in trained] == [
@@ -132,7 +132,7 @@ async def test_a_step_that_comes_back_after_a_rollback_may_be_planned_again(
     for step in (2, 3, 4):
         await trainer.stepped(await trainer.get(step))
 
-    assert done.startswith("steps 2 to 4,")
+    assert done.startswith("steps 2 to 4;")
     assert store.chain(run) == [1, 2, 3, 4]
     assert house.states(run) == {
         TrajectoryState.COMMITTED: 2,
