@@ -8,7 +8,7 @@ lost is handed out again after `lease_s` of the run.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -51,6 +51,9 @@ from turnstream_server.gateway.rest.runs.task_models import (
 )
 
 router = APIRouter(tags=["tasks"], route_class=SmallBodyRoute)
+
+_RETRY_S: Final = 1.0
+"""Pause after a request that was held until its end."""
 
 _Taken = TypeVar("_Taken")
 
