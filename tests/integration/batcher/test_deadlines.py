@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from testkit import config, group, wait_until_async
-from turnstream.errors import NotReadyError
-from turnstream.generator import AsyncPublisher, Publisher, RewardOutcome
-from turnstream.store.client import keys
+from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.batcher.planner import timekeeper
 from turnstream_server.bus.leadership.leadership import Term
@@ -52,25 +50,6 @@ async def test_group_with_a_hanging_member_is_trained_short(house: Any) -> None:
     assert house.states(run) == {TrajectoryState.PLANNED: 2, TrajectoryState.SURPLUS: 1}
 
 
-async def test_group_with_a_hanging_member_is_dropped_and_frees_capacity(house: Any) -> None:
-    run, trainer = await house.serve(
-        batch_groups=1, max_staleness=0, max_planned_ahead=0, group_deadline_s=DEADLINE_S
-    )
-    await asyncio.to_thread(open_members, house, run, num_samples=3, sealed=2)
-
-    house.pass_deadlines(run)
-    await house.publish(run, group("next"))  # waits for admission
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    assert set(pulled.mini_batch.rows.group_id) == {"next"}
-    assert house.states(run) == {
-        TrajectoryState.PLANNED: 2,
-        TrajectoryState.INCOMPLETE: 2,
-        TrajectoryState.SURPLUS: 1,
-    }
-
-
 async def test_hanging_member_is_refilled_by_any_free_generator(house: Any) -> None:
     run, trainer = await house.serve(
         batch_groups=1, group_deadline_s=DEADLINE_S, deadline_policy="refill", max_refills=1
@@ -89,78 +68,6 @@ async def test_hanging_member_is_refilled_by_any_free_generator(house: Any) -> N
     assert (refill.key, refill.group.prompt_uid) == (TrajectoryKey("g", 1, 1), "p7")
     assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/1"]
     assert house.states(run) == {TrajectoryState.PLANNED: 2, TrajectoryState.SURPLUS: 1}
-
-
-async def test_an_abandoned_member_is_refilled_without_any_deadline(house: Any) -> None:
-    run, trainer = await house.serve(batch_groups=1, deadline_policy="refill", max_refills=1)
-
-    def write() -> None:
-        with Publisher(house.url, run) as publisher:
-            with publisher.trajectory("g", 0, num_samples=2) as writer:
-                writer.append([1], [2])
-                writer.seal(reward=1.0)
-            with publisher.trajectory("g", 1, num_samples=2) as writer:
-                writer.append([1], [3])
-                writer.abandon("the tool died").result()
-            refill = publisher.next_refill(30)
-            with publisher.refill_trajectory(refill) as writer:
-                writer.append([1], [4])
-                writer.seal(reward=0.0)
-
-    await asyncio.to_thread(write)
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/1"]
-
-
-async def test_untaken_refill_does_not_hold_its_group(house: Any) -> None:
-    run, trainer = await house.serve(
-        batch_groups=1,
-        group_deadline_s=DEADLINE_S,
-        deadline_policy="refill",
-        max_refills=1,
-        refill_fallback="train_short",
-    )
-    await asyncio.to_thread(open_members, house, run, num_samples=3, sealed=2)
-
-    house.pass_deadlines(run)
-    await a_refill_is_granted(house, run)
-    house.pass_deadlines(run)
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/0"]
-    async with AsyncPublisher(house.url, run) as other:
-        with pytest.raises(NotReadyError):
-            await other.next_refill(0)
-
-
-async def a_refill_is_granted(house: Any, run: str) -> None:
-    await wait_until_async(
-        lambda: house.client.zcard(keys.run_keys(run).refills) > 0, describe="a refill"
-    )
-
-
-async def test_a_reward_that_does_not_come_ends_by_its_own_deadline(house: Any) -> None:
-    run, trainer = await house.serve(
-        batch_groups=1, reward_deadline_s=DEADLINE_S, deadline_policy="train_short"
-    )
-
-    async with AsyncPublisher(house.url, run) as publisher:
-        for sample in range(3):
-            async with publisher.trajectory("g", sample, num_samples=3) as writer:
-                await writer.append([1, 2], [3])
-                reward = None if sample == 2 else float(sample)
-                await writer.seal(reward=reward, awaits_reward=sample == 2)
-        house.pass_deadlines(run)
-        await trainer.start()
-        (pulled,) = await trainer.get(1)
-        late = await publisher.post_reward(TrajectoryKey("g", 2), 1.0)
-
-    assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/0"]
-    assert house.states(run) == {TrajectoryState.PLANNED: 2, TrajectoryState.INCOMPLETE: 1}
-    assert (late, house.ledger(run).num_late_rewards) == (RewardOutcome.LATE, 1)
 
 
 async def test_restarted_batcher_does_not_wait_for_a_hanging_member(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from testkit import group, ids, trajectory, turn, wait_until_async
+from testkit import group, trajectory, turn, wait_until_async
 from turnstream.errors import ConflictError, EndOfRunError, InvalidTurnError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.client import keys
@@ -145,23 +145,6 @@ async def test_the_evaluation_of_a_killed_generator_ends_with_its_lease(house, s
     assert by_state[TrajectoryState.ABANDONED] == 1
     turns = keys.trajectory_keys(run, "e/0/0").turns
     await wait_until_async(lambda: not house.client.exists(turns), describe="released payload")
-
-
-async def test_a_hanging_member_of_an_evaluation_ends_at_the_deadline(house):
-    run = house.create_run(group_deadline_s=10, deadline_policy="refill", max_refills=1)
-    await house.start_batcher()
-    async with AsyncPublisher(house.url, run) as publisher:
-        async with publisher.trajectory("e", 0, num_samples=2, purpose="eval") as episode:
-            await episode.append(ids("ab"), ids("c"), policy_version=2)
-            await episode.seal(1.0)
-        hanging = publisher.trajectory("e", 1, num_samples=2, purpose="eval")
-        house.pass_deadlines(run)
-        await num_evaluated(house, run, 1)
-        with pytest.raises(ConflictError, match="already evaluated"):
-            await hanging.append(ids("ab"), ids("c"))
-
-    (result,) = eval_results(house.client, run)
-    assert (result.num_trajectories, result.num_lost) == (1, 1)
 
 
 async def test_results_survive_compaction_snapshots_and_a_successor(house):

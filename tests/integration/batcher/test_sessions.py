@@ -154,20 +154,6 @@ async def test_going_back_is_logged_and_the_run_keeps_what_came_again(house, cap
     assert kept == (Rollback("main-2", step=1, stepped=2), Rollback("main-1", step=2, stepped=3))
 
 
-async def test_newest_of_many_rollbacks_are_kept(house):
-    run = house.create_run(batch_groups=1)
-    replica = await house.start_batcher()
-    await house.publish(run, group("g"))
-    for number in range(20):
-        trainer = house.trainer(replica, run)
-        await trainer.start(f"s{number}")
-        await trainer.stepped(await trainer.get(1))
-
-    kept = [each.lineage for each in read_frontier(house.client, run).rollbacks]
-
-    assert kept == [f"main-{number}" for number in range(19, 3, -1)]
-
-
 async def test_step_with_two_manifests_is_acknowledged_for_no_rank(house_at, own_server, past_of):
     house = house_at(own_server.url)
     run = house.create_run(batch_groups=1)

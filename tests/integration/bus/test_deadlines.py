@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from turnstream.batching.fold.decisions import GroupCut
-from turnstream.errors import ConflictError, NotReadyError, RejectedError
+from turnstream.errors import ConflictError, NotReadyError
 from turnstream.generator.api.work import WorkQueue
 from turnstream.generator.transport.bounded_calls import BoundedCalls
 from turnstream.generator.transport.redis_transport import RedisRequests
@@ -185,34 +185,6 @@ async def test_refill_takes_the_first_unopened_attempt(timed: Any) -> None:
     await timed.grant("a", 1, attempt=1)
 
     assert await members_of(timed, "refills") == [b"a/1/2"]
-
-
-async def test_refills_are_granted_in_order(timed: Any) -> None:
-    await timed.open("a")
-
-    with pytest.raises(ConflictError, match="refill 2 of group a does not follow refill 0"):
-        await timed.grant("a", 1, number=2)
-
-
-async def test_refill_of_no_sample_is_refused_before_any_write(timed: Any) -> None:
-    # A refill was granted for any trajectory id, also for a sample that the group does not have.
-    await timed.open("a b")
-    async with timed.refuses(RejectedError, "trajectory a b/2/1 is none of the 2 samples"):
-        await timed.grant("a b", 2)
-
-
-async def test_refill_reopens_a_decided_group_and_never_a_finished_one(timed: Any) -> None:
-    for group_id in ("a", "b"):
-        await timed.open(group_id)
-    await timed.carry_out(GroupCut(group_id="a", reason="enough"))
-    await timed.settle("b", TrajectoryState.INCOMPLETE)
-
-    granted = [await timed.grant(group_id, 1) for group_id in ("a", "b")]
-
-    assert granted == [True, False]
-    assert await timed.client.hget(timed.keys.groups, "a") == b"2:open"
-    with pytest.raises(ConflictError, match="group x is unknown"):
-        await timed.grant("x", 0)
 
 
 async def test_a_cut_that_comes_after_a_refill_was_granted_ends_nothing(timed: Any) -> None:

@@ -1,6 +1,5 @@
 """The ends of runs and of evaluations."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -102,23 +101,6 @@ async def test_deadline_of_an_orphaned_group_is_fired(run: Any) -> None:
     assert await run.client.zrange(run.keys.deadlines, 0, -1) == []
 
 
-@pytest.mark.parametrize(("change", "left"), [("continued", {}), ("refilled", {"free": 1})])
-async def test_group_that_changed_in_between_is_not_ended(
-    run: Any, change: str, left: dict[str, int]
-) -> None:
-    await abandoned(run, "free", 2)
-    close(run)
-    found = await find(run, "free")
-    if change == "continued":
-        await run.open("free", attempt=1)
-    else:
-        await run.grant("free", 0)
-
-    async with run.unchanged():
-        assert await end(run, **found) == 0
-    assert await find(run, "free") == left
-
-
 @pytest.mark.both_servers
 async def test_run_finished_is_written_once_after_the_last_event(run: Any) -> None:
     close(run)
@@ -180,22 +162,6 @@ def ended(group_id: str = "e", *, version: int | None = 3, num_groups: int = 1) 
 
 async def settle(run: Any, *groups: GroupEvaluated) -> None:
     await settle_groups(run.term, groups)
-
-
-async def test_newest_result_of_a_version_has_all_evaluations_before_it(run: Any) -> None:
-    for group_id in ("e", "f", "g"):
-        await run.open(group_id, num_sealed=1, purpose=Purpose.EVAL)
-    decisions = [ended(each) for each in ("e", "f", "g")]
-    totals = [
-        dataclasses.replace(each, total=dataclasses.replace(each.total, num_groups=number))
-        for number, each in enumerate(decisions, 1)
-        if each.total is not None
-    ]
-
-    await settle(run, *totals)
-
-    (found,) = eval_results(run.store, run.name)
-    assert found.num_groups == 3
 
 
 async def test_an_evaluation_ends_with_its_result_and_the_rest_is_surplus(run: Any) -> None:

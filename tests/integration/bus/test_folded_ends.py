@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from turnstream.batching.fold.decisions import GroupCut, GroupDropped, GroupEvaluated
+from turnstream.batching.fold.decisions import GroupCut, GroupEvaluated
 from turnstream.errors import ConflictError
 from turnstream.records.compact import decode_ends
 from turnstream.types import Purpose, TrajectoryKey, TrajectoryState
@@ -63,21 +63,6 @@ async def test_folded_ends_leave_counts_of_their_reasons_and_fingerprints(run: A
         await run.open("a")
 
 
-@pytest.mark.parametrize("state", ["filtered", "expired", "incomplete", "surplus"])
-async def test_a_group_is_folded_with_its_members_however_it_was_dropped(
-    run: Any, state: str
-) -> None:
-    await run.open("a", num_sealed=2)
-    members = (TrajectoryKey("a", 0), TrajectoryKey("a", 1))
-    dropped = GroupDropped(group_id="a", keys=members, state=TrajectoryState(state), reason="why")
-    await run.carry_out(dropped)
-
-    await run.fold_ends("a/0/0", "a/1/0")
-
-    assert await run.hash_of("reasons") == {f"{state}:why".encode(): b"2"}
-    assert (await run.hash_of("groups"), num_finished(await run.hash_of("over"))) == ({}, 1)
-
-
 async def test_an_evaluation_that_has_ended_is_folded_with_its_members(run: Any) -> None:
     await run.open("e", purpose=Purpose.EVAL, num_sealed=1)
     counted = (TrajectoryKey("e", 0),)
@@ -102,29 +87,6 @@ async def test_dead_letter_is_folded_once_it_is_discarded(run: Any) -> None:
     assert await run.hash_of("reasons") == {b"dead:discarded: checksum": b"1"}
 
 
-async def test_a_group_whose_surplus_is_folded_stays_until_its_batch_goes(run: Any) -> None:
-    await run.open("a", num_samples=3, num_needed=2, num_sealed=3)
-    await run.plan("a")
-    await run.settle("a", TrajectoryState.SURPLUS, 2)
-
-    await run.fold_ends("a/2/0")
-
-    assert await run.hash_of("groups") == {b"a": b"3:planned"}
-    assert await run.hash_of("over") == {}
-
-
-async def test_a_group_that_is_folded_in_two_parts_leaves_one_fingerprint(run: Any) -> None:
-    await ended_group(run, "a", TrajectoryState.FILTERED)
-    await run.fold_ends("a/0/0")
-    before = await run.hash_of("over")
-
-    assert await finished_groups(run.client, run.name, ["a"]) == {"a"}
-    await run.fold_ends("a/1/0", number=2)
-
-    assert await run.hash_of("over") == before
-    assert await run.hash_of("ledger") == {}
-
-
 async def test_reasons_beyond_the_limit_are_counted_together(run: Any) -> None:
     await ended_group(run, "a", TrajectoryState.FILTERED)
     reasons = {"filtered:why": 1} | {f"abandoned:{number}": 1 for number in range(999)}
@@ -145,31 +107,6 @@ async def test_folding_ends_again_changes_nothing(run: Any) -> None:
     await run.fold_ends("a/0/0", "a/1/0")
     async with run.unchanged():
         assert not await run.fold_ends("a/0/0", "a/1/0")
-
-
-async def test_end_in_a_group_that_may_change_stays_in_the_ledger(run: Any) -> None:
-    # Its entry is what keeps the same attempt from being opened once more.
-    await run.open("a")
-    await run.abandon("a", 0)
-    async with run.unchanged():
-        assert await finished_groups(run.client, run.name, ["a"]) == set()
-        with pytest.raises(ConflictError, match="group a of a/0/0 is open"):
-            await run.fold_ends("a/0/0")
-
-
-@pytest.mark.parametrize(("what", "state"), [("a/0/0", "sealed:1"), ("x/0/0", "unknown")])
-async def test_only_what_has_ended_can_be_folded(run: Any, what: str, state: str) -> None:
-    await ended_group(run, "b", TrajectoryState.FILTERED)
-    await run.open("a", num_sealed=1)
-    async with run.refuses(ConflictError, f"{what} is {state}, not at its end"):
-        await run.fold_ends("b/0/0", what)
-
-
-async def test_records_of_ends_are_numbered_without_a_gap(run: Any) -> None:
-    await ended_group(run, "a", TrajectoryState.FILTERED)
-
-    with pytest.raises(ConflictError, match="record 2 does not follow 0"):
-        await run.fold_ends("a/0/0", number=2)
 
 
 async def test_seal_of_a_member_of_a_finished_group_is_surplus(run: Any) -> None:

@@ -48,15 +48,6 @@ async def test_surplus_leaves_the_rest_of_its_group_in_the_plan(run: Any) -> Non
     run.ledger().check()
 
 
-async def test_group_that_is_planned_or_unknown_cannot_be_dropped(run: Any) -> None:
-    await run.plan_steps(1)
-    async with run.unchanged():
-        for group_id, words in (("g1", "group g1 is planned"), ("x", "group x is unknown")):
-            with pytest.raises(ConflictError, match=words):
-                await run.settle(group_id, TrajectoryState.FILTERED)
-        await run.carry_out(GroupCut(group_id="g1", reason="enough"))
-
-
 @pytest.mark.parametrize("how", ["dropped", "cut"])
 async def test_freed_capacity_or_bytes_of_a_group_wake_who_waits(run: Any, how: str) -> None:
     await run.open("a", num_samples=3, num_needed=2, num_opened=2, num_sealed=1)

@@ -25,22 +25,6 @@ from turnstream_server.bus.sessions.observers import (
 )
 
 
-@pytest.mark.parametrize(
-    ("commits", "floor"), [((), 0), ((3,), 0), ((2, 3), 2), ((1, 2, 3), 2), ((1, 4), 1)]
-)
-async def test_steps_before_the_oldest_kept_checkpoint_are_released(
-    run: Any, commits: tuple[int, ...], floor: int
-) -> None:
-    await run.plan_steps(4)
-    session = await run.start("s")
-    if commits:
-        await run.commit(session, *commits)
-
-    assert await run.advance_watermark() == floor
-    assert await run.advance_watermark() == floor
-    assert run.read_frontier().released == floor
-
-
 @pytest.mark.parametrize(("fields", "floor"), [({"retain_checkpoints": 1}, 4), ({}, 3)])
 async def test_the_newest_revision_says_how_many_checkpoints_are_kept_or_two_are(
     run: Any, fields: dict[str, int], floor: int
@@ -53,10 +37,6 @@ async def test_the_newest_revision_says_how_many_checkpoints_are_kept_or_two_are
     await run.client.hset(run.keys.config, mapping=newer)
 
     assert await run.advance_watermark() == floor
-
-
-async def test_unreachable_checkpoints_are_dropped(released: Any) -> None:
-    assert (await released.hash_of("frontier"))[b"checkpoints"] == b"2,3"
 
 
 async def test_a_live_observer_keeps_what_it_has_not_seen_until_it_expires(run: Any) -> None:
@@ -107,17 +87,10 @@ async def test_an_observer_cannot_begin_with_what_is_released(released: Any) -> 
     assert await declare_observer(*where, observer="late", first_step=3, expiry_s=60) == (3, 0)
 
 
-async def test_the_floor_never_falls(released: Any) -> None:
-    assert await released.advance_watermark(at_most=0) == 2
-
-
 async def test_token_below_the_watermark_is_refused(released: Any) -> None:
     async with released.refuses(ReleasedError, r"names step 1, but the steps up to 2 are"):
         await released.start("later", released.token(1))
-
-
-async def test_the_start_of_the_run_is_refused_once_anything_is_released(released: Any) -> None:
-    with pytest.raises(ReleasedError, match="names step 0"):
+    async with released.refuses(ReleasedError, "names step 0"):
         await released.start("later", RecoveryToken(lineage="main", step=0, chain_hash=""))
 
 
