@@ -22,9 +22,17 @@ from turnstream_server.bus.sessions.observers import declare_observer, note_obse
 OVERHEAD = 4096
 
 
-@pytest.mark.parametrize("max_bytes", [3 * OVERHEAD, 150_000, 2_000_000])
-@pytest.mark.parametrize("size", [10, 150_000])
-@pytest.mark.parametrize(("batch_groups", "commit_every"), [(1, 1), (3, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize(
+    ("max_bytes", "size", "batch_groups", "commit_every"),
+    [
+        (3 * OVERHEAD, 10, 1, 3),
+        (3 * OVERHEAD, 150_000, 2, 2),
+        (150_000, 10, 3, 1),
+        (150_000, 150_000, 1, 1),
+        (2_000_000, 10, 2, 2),
+        (2_000_000, 150_000, 3, 1),
+    ],
+)
 async def test_run_continues_with_any_budget(
     start_run: Any, max_bytes: int, size: int, batch_groups: int, commit_every: int
 ) -> None:
