@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, cast
 
 import redis.asyncio
 
-from turnstream.errors import RejectedError, UnavailableError
-from turnstream.store.client.cancellation import cancel_all
 from turnstream.store.client.replies import translating
 from turnstream_server.commands.kept_results import FETCHED_S, UNFETCHED_S
 from turnstream_server.commands.keys import DONE, model_keys, sampler_keys
 from turnstream_server.commands.request_ids import RequestId
 from turnstream_server.commands.results import DROPPED
-
-logger = logging.getLogger(__name__)
+from turnstream_server.loops import background, repeat
 
 _BLOCK_S: Final = 5.0
 _COUNT: Final = 1_000
-_RETRY_S: Final = 0.5
 _MAX_READS: Final = 64
 """Reads at the same time; each has a connection. A notification can wake thousands of waiters."""
 
@@ -48,16 +43,15 @@ class ResultWaiter:
         self._client = client
         self._waiting = waiting
         self._waiters: dict[str, set[asyncio.Event]] = {}
+        self._position: Any = None
         self._reads = asyncio.Semaphore(_MAX_READS)
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
         """Notify waiters in the block."""
-        task = asyncio.create_task(self._listen())
-        try:
+        listening = repeat(self._listen, what="results are not read")
+        async with background(listening, name="results"):
             yield
-        finally:
-            await cancel_all([task])
 
     async def result(
         self,
@@ -118,23 +112,16 @@ class ResultWaiter:
         return cast("bytes | None", result)
 
     async def _listen(self) -> None:
-        """Read the stream of finished requests without end.
+        """Read the next entries of the stream of finished requests.
 
         At the start and after an error all waiters read for themselves: entries may be missed.
         """
-        position: Any = None
-        while True:
-            try:
-                with translating():
-                    if position is None:
-                        position = await self._newest()
-                        self._notify(*self._waiters)
-                    position = await self._read_from(position)
-            except Exception as error:
-                is_known = isinstance(error, UnavailableError | RejectedError)
-                logger.warning("results: %s", error, exc_info=None if is_known else error)
-                position = None
-                await asyncio.sleep(_RETRY_S)
+        position, self._position = self._position, None  # it stays None after an error
+        with translating():
+            if position is None:
+                position = await self._newest()
+                self._notify(*self._waiters)
+            self._position = await self._read_from(position)
 
     async def _newest(self) -> Any:
         newest = await self._waiting.xrevrange(DONE, count=1)

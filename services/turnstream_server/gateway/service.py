@@ -9,8 +9,8 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from typing import Any, Final
+from collections.abc import AsyncIterator, Iterator
+from typing import Final
 
 import redis.asyncio
 import uvicorn
@@ -30,6 +30,7 @@ from turnstream_server.gateway.polls import Polls
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.gateway.store_clients import bounded_client
 from turnstream_server.http_server import BACKLOG, listening_socket
+from turnstream_server.loops import background
 from turnstream_server.options import split_address, write_address
 from turnstream_server.telemetry.checks import folder_check, store_check
 
@@ -97,8 +98,10 @@ async def serving(options: GatewayOptions) -> AsyncIterator[str]:
         await stack.enter_async_context(waiter.listening())
         polls = Polls(client, waiter, hold_s=options.poll_s)
         deleting = _delete_without_end(client, silence_s=options.session_silence_s)
-        await stack.enter_async_context(_background(deleting))
-        await stack.enter_async_context(_background(_return_memory_without_end()))
+        await stack.enter_async_context(background(deleting, name="deletion"))
+        await stack.enter_async_context(
+            background(_return_memory_without_end(), name="free memory")
+        )
         gateway = Gateway(options, client, polls)
         await stack.enter_async_context(gateway.resources)
         app = ObservedApp(LimitedApp(make_app(gateway), gateway))
@@ -174,17 +177,6 @@ async def _return_memory_without_end() -> None:
     while True:
         await asyncio.sleep(_RETURN_EVERY_S)
         return_free_memory()
-
-
-@contextlib.asynccontextmanager
-async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run work in the block."""
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 def _listening(listen: str) -> tuple[socket.socket, str]:

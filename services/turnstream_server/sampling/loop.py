@@ -15,6 +15,7 @@ from typing import Final, NamedTuple, Protocol
 from turnstream.errors import InvalidConfigError, RunNotFoundError, UnavailableError
 from turnstream_server.commands.results import Failure
 from turnstream_server.commands.samplers import SampleQueue, SampleRequest
+from turnstream_server.loops import repeat_until
 from turnstream_server.models.sampling_params import SampleResult
 from turnstream_server.telemetry.instruments import counter, gauge, histogram
 
@@ -114,15 +115,7 @@ class SampleLoop:
         writer.start()
         watcher.start()
         try:
-            while not stop.is_set():
-                try:
-                    self._read(stop)
-                except UnavailableError as error:
-                    logger.warning("samples: %s", error)
-                    stop.wait(_PAUSE_S)
-                except Exception:
-                    logger.exception("reading samples failed; it is repeated")
-                    stop.wait(_PAUSE_S)
+            repeat_until(stop, lambda: self._read(stop), what="samples are not read")
             with self._changed:
                 self._changed.wait_for(lambda: not self._unfinished, timeout=_GRACE_S)
         finally:
@@ -150,16 +143,12 @@ class SampleLoop:
 
     def _watch(self) -> None:
         """Drop samples as soon as the store has a notice of their end; a step has no cost of it."""
-        while not self._is_over.is_set():
-            try:
-                if named := self._named(self._samples.ended()):
-                    self._drop(self._samples.unwanted(named))
-            except UnavailableError as error:
-                logger.warning("ends of samples: %s", error)
-                self._is_over.wait(_PAUSE_S)
-            except Exception:
-                logger.exception("reading the ends of samples failed; it is repeated")
-                self._is_over.wait(_PAUSE_S)
+
+        def drop_ended() -> None:
+            if named := self._named(self._samples.ended()):
+                self._drop(self._samples.unwanted(named))
+
+        repeat_until(self._is_over, drop_ended, what="the ends of samples are not read")
 
     def _named(self, ids: Set[str]) -> list[SampleRequest]:
         """Return the running samples of these requests and sessions."""

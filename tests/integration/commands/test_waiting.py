@@ -165,7 +165,7 @@ async def test_listener_reports_a_damaged_entry_and_continues(
     await waiting.client.xadd(DONE, {"r": b"\xff"})
 
     async def is_reported() -> bool:
-        return "results: 'utf-8' codec can't decode" in caplog.text
+        return "'utf-8' codec can't decode" in caplog.text
 
     await wait_until_async(is_reported)
     await asyncio.to_thread(waiting.run_all)

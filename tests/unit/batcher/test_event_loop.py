@@ -7,11 +7,13 @@ import contextlib
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from turnstream_server.batcher.planner.event_loop import first_of
+from turnstream.errors import UnavailableError
 from turnstream_server.batcher.planner.timekeeper import SteadyClock
+from turnstream_server.loops import first_of, repeat, repeat_until
 
 
 async def _give(number: int) -> int:
@@ -70,6 +72,40 @@ async def test_second_cancellation_still_waits_for_the_others() -> None:
         await racing
 
     assert has_ended.is_set()
+
+
+async def test_loop_logs_a_known_error_once_until_it_succeeds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    outage = UnavailableError("the store is away")
+    outcomes = [outage, outage, ValueError("a defect"), None, outage]
+    stop, pauses = threading.Event(), list[float]()
+
+    def work() -> None:
+        if not remaining:
+            stop.set()
+        elif (outcome := remaining.pop(0)) is not None:
+            raise outcome
+
+    async def work_async() -> None:
+        work()
+        if stop.is_set():
+            raise asyncio.CancelledError
+
+    async def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    remaining = [*outcomes]
+    with pytest.raises(asyncio.CancelledError):
+        await repeat(work_async, what="no news")
+    remaining = [*outcomes]
+    stop.clear()
+    repeat_until(stop, work, what="no news")
+
+    assert pauses == [0.05, 0.1, 0.2, 0.05]
+    known = "no news: the store is away"
+    assert [each.getMessage() for each in caplog.records] == [known, "no news", known] * 2
 
 
 LOOK = """

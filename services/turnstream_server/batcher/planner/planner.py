@@ -14,7 +14,6 @@ from turnstream.store.client.backoff import pause_after
 from turnstream.store.client.replies import translating
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.planner.decisions import FoldBrokenError
-from turnstream_server.batcher.planner.event_loop import first_of
 from turnstream_server.batcher.planner.leader import Leader
 from turnstream_server.batcher.planner.listener import RunListener
 from turnstream_server.batcher.planner.parking import ParkedRuns
@@ -37,6 +36,7 @@ from turnstream_server.bus.leadership.leadership import (
 )
 from turnstream_server.bus.planning.announcements import read_revisions_async
 from turnstream_server.failpoints import reach
+from turnstream_server.loops import first_of
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from turnstream.errors import TurnstreamError
 from turnstream.store.client.fullness import store_trouble
 from turnstream.store.client.replies import translating
-from turnstream_server.batcher.planner.event_loop import first_of, repeat
+from turnstream_server.loops import first_of, repeat
 
 logger = logging.getLogger(__name__)
 

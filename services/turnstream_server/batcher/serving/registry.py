@@ -21,12 +21,12 @@ from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import listed_run
 from turnstream.store.run.configs import check_format
 from turnstream.types.names import shown
-from turnstream_server.batcher.planner.event_loop import repeat
 from turnstream_server.batcher.planner.parking import ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.bus.core.frontier import Frontier, read_frontier_async
 from turnstream_server.bus.planning.groups import is_evaluating
+from turnstream_server.loops import repeat
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,6 @@ from turnstream.store.client.connection import connect_async
 from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.batchers import LEASE_S, SECURE, register_command
 from turnstream_server.batcher.assembly.assembler import Assembler
-from turnstream_server.batcher.planner.event_loop import background, first_of
 from turnstream_server.batcher.planner.parking import PARK_AFTER_S, ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
@@ -43,6 +42,7 @@ from turnstream_server.batcher.serving.registry import RunDiscovery, RunRegistry
 from turnstream_server.batcher.serving.servicer import SERVICE, BatchesServicer, handlers
 from turnstream_server.bus.core.frontier import Frontier
 from turnstream_server.keys.access import KeyChecks
+from turnstream_server.loops import background, first_of
 from turnstream_server.options import split_address, write_address
 from turnstream_server.telemetry.readiness import Readiness
 from turnstream_server.tls import Tls

@@ -25,6 +25,7 @@ from turnstream.store.run.configs import read_config_async
 from turnstream.types import TrajectoryKey
 from turnstream.types.names import RunId
 from turnstream_server.gateway.rest.ingest.writers import IngestPublisher, IngestWriter
+from turnstream_server.loops import repeat
 
 MAX_PUBLISHERS: Final = 512
 """Writers of one owner of keys. Each has a connection to the store."""
@@ -276,7 +277,9 @@ class Publishers:
             found = RunWriter(publisher, lease_s=config.lease_s, is_shared=is_shared)
             places.writers[name] = found
         if self._sweeping is None and not self._is_closed:
-            self._sweeping = asyncio.create_task(self._sweep(), name="silent-writers")
+            self._sweeping = asyncio.create_task(
+                repeat(self._sweep, what="silent writers are not dropped"), name="silent-writers"
+            )
         return found
 
     async def _id_of(self, run: str) -> RunId:
@@ -292,18 +295,14 @@ class Publishers:
         return run_id
 
     async def _sweep(self) -> None:
-        """Drop the trajectories of silent clients, again and again."""
-        while True:
-            every = [each for places in self._places.values() for each in places.writers.values()]
-            shortest_s = min([each.lease_s for each in every], default=60.0)
-            await asyncio.sleep(min(_LONGEST_PAUSE_S, shortest_s / _SWEEPS_PER_LEASE))
-            try:
-                for owner, places in list(self._places.items()):
-                    await _drop_silent(places, _now_s())
-                    if not places.writers:
-                        self._places.pop(owner, None)
-            except Exception:
-                logger.exception("silent writers are not dropped")
+        """Wait for a while, and drop the trajectories of silent clients."""
+        every = [each for places in self._places.values() for each in places.writers.values()]
+        shortest_s = min([each.lease_s for each in every], default=60.0)
+        await asyncio.sleep(min(_LONGEST_PAUSE_S, shortest_s / _SWEEPS_PER_LEASE))
+        for owner, places in list(self._places.items()):
+            await _drop_silent(places, _now_s())
+            if not places.writers:
+                self._places.pop(owner, None)
 
 
 def _oldest(lent: RunWriter) -> Iterator[tuple[float, int, RunWriter, Slot]]:
