@@ -21,7 +21,7 @@ from turnstream.store.client.addresses import checked_url, is_http
 from turnstream.store.client.api_keys import FILE_VARIABLE
 from turnstream.store.client.connection import connect
 from turnstream.store.client.run_ids import find_run
-from turnstream.store.run.batchers import wait_for_batchers
+from turnstream.store.run.batchers import find_batchers
 from turnstream.store.run.configs import read_config
 from turnstream.store.run.runs import create_run
 from turnstream.store.waits.wait_warnings import WaitWarnings
@@ -327,9 +327,7 @@ def wait_for_run(url: str, run: str, *, timeout_s: float) -> None:
 
 def wait_for_batcher(url: str, *, timeout_s: float) -> str:
     """Return the addresses of the registered batchers, with commas between them."""
-    return _retry(
-        url, lambda client: ",".join(wait_for_batchers(client, timeout_s=0)), timeout_s=timeout_s
-    )
+    return _retry(url, lambda client: ",".join(find_batchers(client)), timeout_s=timeout_s)
 
 
 def _retry(url: str, attempt: Callable[[redis.Redis], _Result], *, timeout_s: float) -> _Result:

@@ -99,9 +99,7 @@ async def serving(options: GatewayOptions) -> AsyncIterator[str]:
         polls = Polls(client, waiter, hold_s=options.poll_s)
         deleting = _delete_without_end(client, silence_s=options.session_silence_s)
         await stack.enter_async_context(background(deleting, name="deletion"))
-        await stack.enter_async_context(
-            background(_return_memory_without_end(), name="free memory")
-        )
+        await stack.enter_async_context(background(_return_memory_without_end(), name="memory"))
         gateway = Gateway(options, client, polls)
         await stack.enter_async_context(gateway.resources)
         app = ObservedApp(LimitedApp(make_app(gateway), gateway))

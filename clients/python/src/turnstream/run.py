@@ -99,7 +99,7 @@ class Run:
         _ = self.config  # a batcher takes the id of a deleted run for the name of a later one
         launch = find_launch(dp_rank, dp_world_size, session)
         stream = BatchStream(
-            batcher or self._calls.batchers(timeout_s=timeout_s),
+            batcher or self._calls.batchers(),
             self._id,
             launch.dp_rank,
             launch.dp_world_size,

@@ -20,7 +20,7 @@ from turnstream.http.version_wait import wait_for_version
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.store.client.addresses import address_of
 from turnstream.store.client.run_ids import no_such_run
-from turnstream.store.run.batchers import ANSWER_S, first_found
+from turnstream.store.run.batchers import ANSWER_S, required
 from turnstream.store.run.configs import check_step
 from turnstream.store.run.credits import Credit, CreditReason
 from turnstream.store.run.rewards import RewardOutcome, reward_command
@@ -151,24 +151,19 @@ class GatewayCalls:
         path = _path(run)
         return wait_for_version(self._client, path, run=run, above=above, timeout_s=timeout_s)
 
-    def batchers(self, *, timeout_s: float) -> Callable[[], list[str]]:
-        """Wait for a batcher; return a function that reads the addresses of all."""
-        where = f"the gateway {address_of(self._url)}"
-        first_found(lambda: _batchers(self._client), where=where, timeout_s=timeout_s)
+    def batchers(self) -> Callable[[], list[str]]:
+        """Return a function that reads the addresses of all batchers."""
         return self._registered_batchers
 
     def _registered_batchers(self) -> list[str]:
         with contextlib.closing(
             GatewayClient(self._url, num_retries=0, silent_s=ANSWER_S)
         ) as client:
-            return _batchers(client)
+            found = [str(each) for each in client.get("/batchers")["batchers"]]
+        return required(found, where=f"the gateway {address_of(self._url)}")
 
     def _changed(self, run: RunId, change: str, **content: str) -> bool:
         return bool(self._client.post(f"{_path(run)}/{change}", content or None)["changed"])
-
-
-def _batchers(client: GatewayClient) -> list[str]:
-    return [str(each) for each in client.get("/batchers")["batchers"]]
 
 
 def _path(run: str) -> str:

@@ -12,7 +12,7 @@ from turnstream.store.client.deadlines import SOCKET_TIMEOUT_S
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run
 from turnstream.store.run import runs
-from turnstream.store.run.batchers import registered_batchers, wait_for_batchers
+from turnstream.store.run.batchers import registered_batchers
 from turnstream.store.run.configs import read_config, revise_config
 from turnstream.store.run.credits import Credit, credit
 from turnstream.store.run.rewards import RewardOutcome, post_reward
@@ -102,7 +102,6 @@ class StoreCalls:
         """Return the newest version, once it is higher than `above`."""
         return wait_for_version(self._client, run, above=above, timeout_s=timeout_s)
 
-    def batchers(self, *, timeout_s: float) -> Callable[[], list[str]]:
-        """Wait for a batcher; return a function that reads the addresses of all."""
-        wait_for_batchers(self._client, timeout_s=timeout_s)
+    def batchers(self) -> Callable[[], list[str]]:
+        """Return a function that reads the addresses of all batchers."""
         return registered_batchers(self._url)

@@ -14,7 +14,6 @@ from google.protobuf.message import Message
 from grpc.experimental import ChannelOptions
 
 from turnstream.errors import (
-    BatcherUnavailableError,
     InvalidConfigError,
     RejectedError,
     TurnstreamError,
@@ -254,16 +253,13 @@ def _first_addresses(find: Callable[[], Sequence[str]], *, timeout_s: float) -> 
     """Return addresses with commas between them, once there is one; errors as of `Replicas`."""
     ends_s, num_failures = time.monotonic() + timeout_s, 0
     while True:
-        error: UnavailableError = BatcherUnavailableError("no batcher is registered in the store")
         try:
-            if found := find():
-                return ",".join(found)
-        except UnavailableError as failure:
-            error = failure
-        num_failures += 1
-        pause_s = pause_after(num_failures)
-        if time.monotonic() + pause_s >= ends_s:
-            raise error
+            return ",".join(find())
+        except UnavailableError:
+            num_failures += 1
+            pause_s = pause_after(num_failures)
+            if time.monotonic() + pause_s >= ends_s:
+                raise
         time.sleep(pause_s)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
@@ -20,13 +19,13 @@ LEASE_S: Final = 15.0
 SECURE: Final = "grpcs://"
 """First characters of the address of a batcher with TLS."""
 
-_RETRY_S: Final = 0.2
-
 ANSWER_S: Final = 2.0
 """Longest wait for a store that is silent, while a call to a batcher waits for its address."""
 
 Target = str | Callable[[], Sequence[str]]
-"""Addresses of batchers, with commas between them, or a function that returns the present ones."""
+"""Addresses of batchers, with commas between them, or a function that returns the present ones.
+
+The function raises UnavailableError if there is none."""
 
 _REGISTER = Script("register_batcher", "turnstream.store.run")
 
@@ -50,34 +49,26 @@ def list_batchers(client: redis.Redis) -> list[str]:
     return [address.decode() for address in found]
 
 
+def find_batchers(client: redis.Redis) -> list[str]:
+    """Return the addresses of all batchers; BatcherUnavailableError if there is none."""
+    return required(list_batchers(client), where=f"the store {address_of_client(client)}")
+
+
+def required(found: list[str], *, where: str) -> list[str]:
+    """Return the addresses found at a place; BatcherUnavailableError if there is none."""
+    if found:
+        return found
+    raise BatcherUnavailableError(
+        f"no batcher is registered at {where}: start one with `turnstream up` or `turnstream serve "
+        "batcher`, or give its address"
+    )
+
+
 def registered_batchers(url: str) -> Callable[[], list[str]]:
-    """Return a function that reads the addresses of all batchers from the store at `url`."""
+    """Return a function that calls `find_batchers` at the store at `url`."""
 
     def find() -> list[str]:
         with connect(url, num_retries=0, silent_s=ANSWER_S) as client:
-            return list_batchers(client)
+            return find_batchers(client)
 
     return find
-
-
-def wait_for_batchers(client: redis.Redis, *, timeout_s: float) -> list[str]:
-    """Return the addresses of all batchers, once there is one."""
-    where = f"the store {address_of_client(client)}"
-    return first_found(lambda: list_batchers(client), where=where, timeout_s=timeout_s)
-
-
-def first_found(find: Callable[[], list[str]], *, where: str, timeout_s: float) -> list[str]:
-    """Return the addresses that a function finds, once there is one.
-
-    Raises:
-        BatcherUnavailableError: there was none `where` it reads for `timeout_s`.
-    """
-    ends_s = time.monotonic() + timeout_s
-    while not (found := find()):
-        if time.monotonic() >= ends_s:
-            raise BatcherUnavailableError(
-                f"no batcher is registered at {where}: start one "
-                "with `turnstream up` or `turnstream serve batcher`, or give its address"
-            )
-        time.sleep(_RETRY_S)
-    return found
