@@ -44,7 +44,7 @@ def reference(
         targets = torch.tensor(inputs["target_tokens"]).reshape(len(logits), -1)
         own = torch.log_softmax(logits, dim=-1).gather(1, targets)
         own = own.reshape(inputs["target_tokens"].shape)
-        total = total + _loss(own, inputs, loss=loss, settings=settings)
+        total = total + datum_loss(own, inputs, loss=loss, settings=settings)
         logprobs.append(own)
     total.backward()
     gradients = {
@@ -59,8 +59,11 @@ def stored_weights(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
-def _loss(p: Tensor, inputs: Inputs, *, loss: str, settings: Mapping[str, float]) -> Tensor:
-    """Return the sum over the positions of a datum, from the definitions of the SDK's losses."""
+def datum_loss(p: Tensor, inputs: Inputs, *, loss: str, settings: Mapping[str, float]) -> Tensor:
+    """Return the loss of a datum, summed over its positions, as the SDK defines its losses.
+
+    `p` (the log-probabilities of the targets) has the shape of `target_tokens`, float64.
+    """
     weights = torch.tensor(inputs.get("weights", np.ones(p.shape, np.float32))).double()
     if loss == "cross_entropy":
         return -(weights * p).sum()
@@ -81,7 +84,7 @@ def _loss(p: Tensor, inputs: Inputs, *, loss: str, settings: Mapping[str, float]
         return -(weights * (p * advantage - 0.5 * beta * (p - q) ** 2)).sum()
     assert loss == "gspo"
     mask = torch.tensor(inputs["sequence_ratio_mask"]).double()
-    mean = ((p.detach() - q) * mask).sum() / mask.sum()
+    mean = ((p.detach() - q) * mask).sum() / mask.sum().clamp(min=1)
     ratio = torch.exp(mean) * torch.exp(p - p.detach())
     clipped = ratio.clamp(low, high)
     return -(weights * torch.minimum(ratio * advantage, clipped * advantage)).sum()

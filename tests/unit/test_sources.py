@@ -1,4 +1,4 @@
-"""Examples in docstrings and documents, links and generated code fit the sources."""
+"""Examples in docstrings and documents and generated code fit the sources."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import doctest
 import importlib
 import importlib.util
 import pkgutil
-import re
 from pathlib import Path
 
 import pytest
@@ -57,22 +56,6 @@ def test_the_examples_of_a_document_are_true(path: Path) -> None:
 
 
 ROOT = Path(__file__).parents[2]
-
-
-def anchors(path: Path) -> set[str]:
-    """The anchors of the headings of a document."""
-    headings = re.findall(r"^#+ (.+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
-
-
-def test_every_link_of_a_document_leads_to_a_file_and_a_heading() -> None:
-    for page in [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *DOCUMENTS]:
-        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-            name, _, anchor = target.partition("#")
-            path = page.parent / name if name else page
-            if ":" not in target:
-                assert path.exists(), (page.name, target)
-                assert not anchor or anchor in anchors(path), (page.name, target)
 
 
 def test_the_generated_code_was_made_from_the_proto_files_as_they_are():

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from testkit import turn
 from testkit.benchmarks import BENCHMARKS, run_benchmark
-from turnstream.batching.layouts.padded import left_padded
-from turnstream.batching.layouts.sft import packed_supervised, supervised_rows
-from turnstream.batching.merge.merging import merge_turns
-from turnstream.types import Ragged
-
-
-@pytest.fixture(scope="module")
-def loops() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("loops", BENCHMARKS / "loops.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["loops"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_tiny_run_measures_everything_and_shows_each_goal(tmp_path: Path) -> None:
@@ -108,61 +89,3 @@ def test_tiny_run_of_sampling_measures_every_way(tmp_path: Path) -> None:
     assert min(found["ways"].values()) > 0
     assert "continuous is" in output
     assert "| padded batch |" in page
-
-
-def test_the_loop_of_collation_makes_the_same_rectangles(loops: ModuleType) -> None:
-    from testkit import rows
-
-    batch = rows("abC", "a|bCD")
-
-    ids, attention, response, _, mask, logprobs = loops.left_padded(
-        [[97, 98], [97]], [[99], [98, 99, 100]], [[0.0], [0.0] * 3], [[1], [0, 1, 1]],
-        [[-0.5], [0.0, -0.5, -0.5]],
-    )  # fmt: skip
-    padded = left_padded(batch, width=4, response_width=3, pad_token_id=0)
-
-    assert ids.tolist() == padded.input_ids_BT.tolist()
-    assert attention.tolist() == padded.attention_mask_BT.tolist()
-    assert response.tolist() == padded.response_mask_BR.tolist()
-    assert mask.tolist() == padded.loss_mask_BR.tolist()
-    assert padded.logprobs_BR is not None
-    assert logprobs.tolist() == padded.logprobs_BR.tolist()
-
-
-def test_the_loop_of_packing_makes_the_same_bins(loops: ModuleType) -> None:
-    sequences, weights = [[1, 2, 3], [4, 5]], [[0, 1.0, 0.5], [0, 1.0]]
-
-    made = loops.packed_supervised(sequences, weights, capacity=5, dp_world_size=1)
-    ours = packed_supervised(
-        supervised_rows(
-            Ragged.from_rows(sequences, np.int32), Ragged.from_rows(weights, np.float32)
-        ),
-        bins=[[0, 1]],
-        pad_token_id=0,
-    )
-
-    ids, attention, positions, scores = made
-    assert ids.tolist() == ours.input_ids_KW.tolist()
-    assert attention.tolist() == ours.attention_mask_KW.tolist()
-    assert positions.tolist() == ours.position_ids_KW.tolist()
-    np.testing.assert_allclose(scores, ours.target_weights_KW)
-
-
-def test_the_loop_of_merging_makes_the_same_rows(loops: ModuleType) -> None:
-    turns = [turn("ab", "CD"), turn("abcde", "F"), turn("xy", "Z")]
-    lists = [
-        loops.ListTurn(
-            t.prompt_ids.tolist(),
-            t.response_ids.tolist(),
-            [1] * len(t.response_ids),
-            [0.0] * len(t.response_ids),
-            [0.0] * len(t.response_ids),
-        )
-        for t in turns
-    ]
-
-    made = loops.merge([lists])
-    ours = merge_turns(turns)
-
-    assert [row[0].tolist() for row in made] == [row.input_ids.tolist() for row in ours]
-    assert [row[1].tolist() for row in made] == [row.loss_mask.tolist() for row in ours]

@@ -43,25 +43,6 @@ def test_sampled_logprobs_agree_with_what_the_trainer_computes(
         np.testing.assert_allclose(scores_BR[0].detach().numpy(), logprobs, atol=1e-4)
 
 
-def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(model_of: ModelOf) -> None:
-    model = model_of("qwen2")
-
-    first, again, other = _sample(model), _sample(model), _sample(model, seed=1)
-
-    assert first.token_ids.tolist() == again.token_ids.tolist()
-    assert first.token_ids.tolist() != other.token_ids.tolist()
-
-
-def test_temperature_zero_takes_the_most_likely_token(model_of: ModelOf) -> None:
-    model = model_of("qwen2")
-
-    sampled = _sample(model, temperature=0)
-
-    for prompt, token_ids in zip(RAGGED, sampled.token_ids, strict=True):
-        logits_V = model(input_ids=torch.from_numpy(prompt).long()[None]).logits[0, -1]
-        assert token_ids.tolist() == [int(logits_V.argmax())]
-
-
 def _reference(
     logits: NDArray[np.float64], params: SamplingParams, draw: float
 ) -> tuple[int, float]:

@@ -6,16 +6,15 @@ The reference scores one datum at a time, without padding.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from testkit.operation_reference import datum_loss
 from testkit.shares import budgeted_passes, join_shares, rank_share
 from testkit.training import make_engine, make_mini_batch, make_model, pulled
 from turnstream.batching.layouts.outputs import join_by_row_id
@@ -89,65 +88,13 @@ class Reference:
             ids = torch.from_numpy(datum.model_input.astype(np.int64))[None]
             logprobs_NV = model(input_ids=ids).logits[0].log_softmax(-1)
             targets_NK = torch.from_numpy(datum.target_tokens.reshape(len(datum.model_input), -1))
-            current_NK = logprobs_NV.gather(-1, targets_NK)
-            loss = _FORMULAS[operation.loss](current_NK, _Inputs(datum), settings)
+            current = logprobs_NV.gather(-1, targets_NK).reshape(datum.target_tokens.shape)
+            inputs = {each.name: getattr(datum, each.name) for each in fields(datum)}
+            loss = datum_loss(current, inputs, loss=operation.loss, settings=settings)
             loss.backward()
-            self.logprobs.append(current_NK.detach().numpy().reshape(datum.target_tokens.shape))
+            self.logprobs.append(current.detach().numpy())
             self.losses.append(loss.item())
         self.gradients = {name: each.grad for name, each in model.named_parameters()}
-
-
-class _Inputs:
-    def __init__(self, datum: Datum) -> None:
-        self.w = torch.from_numpy(np.asarray(datum.weights, np.float64))
-        self.q = torch.from_numpy(np.asarray(datum.logprobs, np.float64))
-        self.a = torch.from_numpy(np.asarray(datum.advantages, np.float64))
-        self.mask = torch.from_numpy(np.asarray(datum.sequence_ratio_mask, np.float64))
-
-
-Formula = Callable[[Tensor, Any, Mapping[str, float]], Tensor]
-
-
-def _cross_entropy(p: Tensor, x: Any, _: Mapping[str, float]) -> Tensor:
-    return -(x.w.reshape(p.shape) * p).sum()
-
-
-def _importance_sampling(p: Tensor, x: Any, _: Mapping[str, float]) -> Tensor:
-    return -(x.w * (p[:, 0] - x.q).exp() * x.a).sum()
-
-
-def _ppo(p: Tensor, x: Any, s: Mapping[str, float]) -> Tensor:
-    return _clipped((p[:, 0] - x.q).exp(), x, s)
-
-
-def _cispo(p: Tensor, x: Any, s: Mapping[str, float]) -> Tensor:
-    ratio = (p[:, 0] - x.q).exp().detach()
-    return -(x.w * ratio.clip(*s.values()) * p[:, 0] * x.a).sum()
-
-
-def _dro(p: Tensor, x: Any, s: Mapping[str, float]) -> Tensor:
-    return -(x.w * (p[:, 0] * x.a - 0.5 * s["beta"] * (p[:, 0] - x.q) ** 2)).sum()
-
-
-def _gspo(p: Tensor, x: Any, s: Mapping[str, float]) -> Tensor:
-    fixed = p[:, 0].detach()
-    mean = ((fixed - x.q) * x.mask).sum() / max(float(x.mask.sum()), 1.0)
-    return _clipped(mean.exp() * (p[:, 0] - fixed).exp(), x, s)
-
-
-def _clipped(ratio: Tensor, x: Any, s: Mapping[str, float]) -> Tensor:
-    low, high = s["clip_low_threshold"], s["clip_high_threshold"]
-    return -(x.w * torch.minimum(ratio * x.a, ratio.clip(low, high) * x.a)).sum()
-
-
-_FORMULAS: dict[str, Formula] = {
-    "cross_entropy": _cross_entropy,
-    "importance_sampling": _importance_sampling,
-    "ppo": _ppo,
-    "cispo": _cispo,
-    "dro": _dro,
-    "gspo": _gspo,
-}
 
 
 def assert_agrees(

@@ -120,29 +120,3 @@ def as_parameter(written: str) -> tuple[str, object]:
     """Return the name and the value of a default: 3e-4 and 0.0003 are the same."""
     name, has_default, value = written.partition("=")
     return name, eval(value, {"inf": float("inf")}) if has_default else inspect.Parameter.empty
-
-
-def test_api_page_explains_every_argument_without_a_default() -> None:
-    modules = (*LOSSES, corrections)
-    found = {name: each for module in modules for name, each in functions(module).items()}
-    needed = {
-        name
-        for each in found.keys() - LOGPROBS_OF_MODELS - TOOLS
-        for name, default in parameters_of(found[each])
-        if default is inspect.Parameter.empty and name != "coefficient" and name != "level"
-    }
-    listed = {name: cells for cells in table("### Arguments") for name in names(cells[0])}
-    tensors = {
-        name
-        for heading in (EVERY_LAYOUT, *LAYOUTS)
-        for cells in table(heading)
-        for name in names(cells[0])
-    }
-
-    assert listed.keys() == needed | {"row_of"}
-    assert {name for cells in listed.values() for name in names(cells[3])} <= tensors
-    assert all(cells[1] and cells[2] for cells in listed.values())
-
-
-def names(cell: str) -> list[str]:
-    return re.findall(r"`(\w+)`", cell)
