@@ -191,30 +191,6 @@ def test_missing_package_names_the_command_that_installs_it(
     assert f"pip install '{command}'" in done.stdout
 
 
-@pytest.mark.parametrize("package", ["torch", "transformers"])
-def test_trainer_without_its_packages_is_one_line(package: str) -> None:
-    code = (
-        f"import sys; sys.modules[{package!r}] = None\n"
-        "from turnstream_server import cli\n"
-        "sys.argv = ['turnstream', 'serve', 'trainer', '--run', 'a', '--folder', 'b',"
-        " '--preset', 'guessing', '--batcher', 'c:1', '--redis', 'redis://127.0.0.1:1']\n"
-        "cli.main()"
-    )
-    environment = {**os.environ, "TURNSTREAM_START_WAIT_S": "0"}
-
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1
-    assert f"needs the package {package}: pip install 'turnstream-server[trainer]'" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("package", "arguments", "extra"),
     [

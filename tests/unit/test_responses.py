@@ -497,34 +497,6 @@ def test_a_stream_that_is_not_whole_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        {"object": "response", "output": []},
-        SimpleNamespace(object="response", output=[]),
-        [{"type": "response.created"}, {"type": "response.completed"}],
-    ],
-)
-def test_the_responses_api_is_refused_by_its_name(given: Any) -> None:
-    with pytest.raises(
-        InvalidTurnError, match=r"of the Responses API, .*chat\.completions\.create"
-    ):
-        from_openai(given)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"error": {"message": "no such model", "code": 404}},
-        {"object": "error", "message": "no such model", "code": 404},
-        [{"choices": [{"index": 0, "delta": {}}]}, {"error": {"message": "no such model"}}],
-    ],
-)
-def test_error_of_a_server_is_refused_with_its_message(given: Any) -> None:
-    with pytest.raises(InvalidTurnError, match=r"^error: the server .* an error: .*no such model"):
-        from_openai(given)
-
-
-@pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
         (CHAT, {"token_ids": None}, r"^choices\[0\]\.token_ids: is missing: .*return_token_ids=tr"),
@@ -560,11 +532,34 @@ def test_a_wrong_choice_is_refused_by_field(
         from_openai(response)
 
 
-def test_a_missing_prompt_names_the_server_option() -> None:
-    response = shape(CHAT) | {"prompt_token_ids": None}
+NO_RESPONSE = r"^choices: cannot be read from "
+RESPONSES_API = r"of the Responses API, .*chat\.completions\.create"
+SERVER_ERROR = r"^error: the server .* an error: .*no such model"
+ERROR = {"message": "no such model", "code": 404}
 
-    with pytest.raises(InvalidTurnError, match=r"^prompt_token_ids: .*return_token_ids=true"):
-        from_openai(response)
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        *(
+            (each, r"^choices: cannot be read from ")
+            for each in ("{}", None, 3, [], [{"index": 0}])
+        ),
+        ({"object": "response", "output": []}, RESPONSES_API),
+        (SimpleNamespace(object="response", output=[]), RESPONSES_API),
+        ([{"type": "response.created"}, {"type": "response.completed"}], RESPONSES_API),
+        ({"error": ERROR}, SERVER_ERROR),
+        ({"object": "error"} | ERROR, SERVER_ERROR),
+        ([{"choices": [{"index": 0, "delta": {}}]}, {"error": ERROR}], SERVER_ERROR),
+        (
+            shape(CHAT) | {"prompt_token_ids": None},
+            r"^prompt_token_ids: .*return_token_ids=true",
+        ),
+    ],
+)
+def test_values_that_are_no_response_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(InvalidTurnError, match=message):
+        from_openai(given)
 
 
 @pytest.mark.parametrize("value", [-9999.0, -3.4028234663852886e38])
@@ -591,12 +586,6 @@ def test_an_extension_without_the_choice_is_refused() -> None:
 
     with pytest.raises(InvalidTurnError, match=r"^sglext\.output_ids: has 1 responses, and none"):
         from_openai(response, index=1)
-
-
-@pytest.mark.parametrize("given", ["{}", None, 3, [], [{"index": 0}]])
-def test_values_that_are_no_response_are_refused(given: Any) -> None:
-    with pytest.raises(InvalidTurnError, match=r"^choices: cannot be read from "):
-        from_openai(given)
 
 
 def test_sample_of_the_tinker_sdk_becomes_a_turn() -> None:

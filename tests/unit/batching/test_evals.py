@@ -23,10 +23,8 @@ from testkit.folds import (
 )
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.evals import MAX_OPEN_RESULTS
-from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.scoring.rewards import MAX_REWARD
 from turnstream.types import (
-    DeadlineFired,
     EvalGroup,
     Event,
     GroupOpened,
@@ -235,32 +233,6 @@ def test_evaluated_reward_comes_from_the_source_of_the_run(
     _, (ended,) = fold([evaluation(1), *events], of)
 
     assert ended.result.best == best
-
-
-def test_training_decides_the_same_with_evaluations_in_between() -> None:
-    training = [
-        opened(group_id="a"),
-        sealed("a"),
-        opened(group_id="b"),
-        sealed("a", sample=1, reward=0.0),
-        sealed("b"),
-    ]
-    evaluations: list[Event] = [
-        evaluation(),
-        sealed(),
-        abandoned(1),
-        evaluation(group_id="f"),
-        DeadlineFired(group_id="f"),
-    ]
-
-    alone, mixed = RunFold(REFILLED), RunFold(REFILLED)
-    for number, (event, other) in enumerate(zip(training, evaluations, strict=True)):
-        decided = apply(alone, event, first=2 * number)
-        assert apply(mixed, event, first=2 * number) == decided
-        apply(mixed, other, first=2 * number + 1)
-
-    assert mixed.ready == alone.ready
-    assert mixed.num_open_groups == alone.num_open_groups == 1
 
 
 def test_revision_keeps_members_of_evaluations() -> None:

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from testkit import assert_same, extra_column, rows
 from testkit.shares import budgeted_passes, rank_share
-from turnstream.batching.layouts.outputs import join_by_row_id, response_values_left_padded
 from turnstream.batching.layouts.padded import left_padded
 from turnstream.batching.packing.balance import balance, largest_part
 from turnstream.batching.packing.microbatch import Budget, CostModel
-from turnstream.batching.rows.assemble import concatenate_rows, take_rows
+from turnstream.batching.rows.assemble import take_rows
 from turnstream.batching.rows.minibatch import cut_ranks, rows_multiple
 from turnstream.batching.rows.plain_rows import inert_row_id, inert_rows
 from turnstream.errors import BatchingError
@@ -128,25 +127,6 @@ def test_case_32_inert_rows_have_zeros_in_optional_columns_of_the_others() -> No
 def test_case_32_without_padding_the_only_rank_gets_the_same_object() -> None:
     # As in the reference, which notes a pad_size of 0.
     assert rank_share(FIVE, dp_rank=0, dp_world_size=1, **CUT) is FIVE
-
-
-def test_case_33_outputs_of_padded_mini_batches_are_joined_by_row_id() -> None:
-    # Mini-batches of rows (0, 5) and (5, 11) over four ranks. The reference joins by position and
-    # gives the rows the outputs of 0 1 2 3 4 0 0 0 5 6 7.
-    mini_batches = [rows(*["aB"] * 5), rows(*["aB"] * 6, first_row_id=5)]
-    parts = [
-        response_values_left_padded(
-            share.row_id[:, None].astype(np.float32),  # every row gives its own number
-            row_ids=share.row_id.tolist(),
-            response_lengths=share.loss_mask.lengths.tolist(),
-        )
-        for batch in mini_batches
-        for share in shares(batch, 4)
-    ]
-
-    joined = join_by_row_id(parts, concatenate_rows(mini_batches))
-
-    assert joined.values.tolist() == list(range(11))
 
 
 def test_a_mini_batch_without_rows_gives_every_rank_an_inert_one() -> None:

@@ -69,18 +69,6 @@ def test_lists_and_arrays_become_arrays_of_the_declared_type(
         (POSITIONS, [[0, 1]] * 3, "has 3 values for 2 prompt and 2 response tokens"),
         (STYLE, [1, 2, 3], r"has the shape \(3,\), not \(n, 2\)"),
         (STYLE, [1e6, 0], r"1000000(.0)? at position \[0, 0\] is not a finite float16"),
-    ],
-)
-def test_invalid_value_is_refused_with_column_value_and_position(
-    column: DeclaredColumn, values: Any, message: str
-) -> None:
-    with pytest.raises(InvalidTurnError, match=rf"^extras\['x'\]: .*{message}"):
-        checked(column, values)
-
-
-@pytest.mark.parametrize(
-    ("column", "values", "message"),
-    [
         (
             ROUTES,
             [[[0, 1]], [[-1, 2]]],
@@ -100,7 +88,7 @@ def test_invalid_value_is_refused_with_column_value_and_position(
         (ROUTES, [[0, 1, 2]], r"has the shape \(1, 3\), not \(n, 1, 2\)"),
     ],
 )
-def test_case_11_invalid_routes_are_refused_with_column_value_and_position(
+def test_invalid_value_is_refused_with_column_value_and_position(
     column: DeclaredColumn, values: Any, message: str
 ) -> None:
     # So does the reference, which also refuses every list. Here a list of numbers is accepted.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -79,18 +78,6 @@ def test_values_of_rows_do_not_depend_on_their_cuts(layout: Layout) -> None:
     is_trained = rows.loss_mask.values.astype(bool)
     assert np.all(first.values[~is_trained] == 0)
     assert np.all(first.values[is_trained] != 0)
-
-
-def test_resumed_critic_is_bit_equal_to_an_undisturbed_one() -> None:
-    undisturbed, resumed = make_critic(), make_critic(make_value_model(head_std=0.0))
-    undisturbed.update(_mini_batch())
-    resumed.load_state_dict(copy.deepcopy(undisturbed.state_dict()))
-
-    reports = [critic.update(_mini_batch()) for critic in (undisturbed, resumed)]
-
-    assert reports[0] == reports[1]
-    weights = zip(undisturbed.model.parameters(), resumed.model.parameters(), strict=True)
-    assert all(torch.equal(*pair) for pair in weights)
 
 
 def test_update_with_an_infinite_gradient_is_skipped_and_counted() -> None:

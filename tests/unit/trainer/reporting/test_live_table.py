@@ -114,20 +114,6 @@ def test_the_table_has_the_last_ten_steps_and_the_log_above_it(
     assert all(len(cells) == len(COLUMNS) - 1 for cells in found)
 
 
-def test_the_log_returns_to_its_stream_after_the_table(
-    program: Callable[[], AbstractContextManager[Terminal]],
-) -> None:
-    with program() as terminal:
-        table = LiveTable(Screen(), run="r")
-        during = _log_streams()
-        table.close()
-        after = _log_streams()
-
-    assert terminal.file in after
-    assert terminal.file not in during
-    assert len(during) == len(after)
-
-
 def test_a_trainer_shows_the_table_on_a_terminal_alone(
     program: Callable[[], AbstractContextManager[Terminal]], tmp_path: Path
 ) -> None:
@@ -158,8 +144,3 @@ def test_the_table_fits_into_80_columns_with_all_digits() -> None:
     assert (found["kl"], found["step_s"]) == ("1.23e-05", "1,234")
     assert all(title in shown.getvalue() for title in COLUMNS.values())
     assert NUM_STEPS == 10
-
-
-def _log_streams() -> list[Any]:
-    handlers = logging.getLogger().handlers
-    return [each.stream for each in handlers if isinstance(each, logging.StreamHandler)]

@@ -39,42 +39,21 @@ def write(path: Path, steps: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-def coloured(image: Any) -> list[int]:
-    """Pixels that are not grey, in each quarter of an image of (height, width, colours)."""
-    is_coloured = np.ptp(image[:, :, :3], axis=2) > 0.2
-    height, width = is_coloured.shape
-    rows, columns = (
-        (slice(0, height // 2), slice(height // 2, None)),
-        (
-            slice(0, width // 2),
-            slice(width // 2, None),
-        ),
-    )
-    return [int(is_coloured[row, column].sum()) for row in rows for column in columns]
-
-
-@pytest.mark.parametrize("num_steps", [1, 3, 60])
-def test_the_image_has_a_line_in_each_of_its_panels(num_steps: int, tmp_path: Path) -> None:
-    path = write(tmp_path / "metrics.jsonl", [step(number) for number in range(1, num_steps + 1)])
-    out = tmp_path / "plot.png"
-
-    plot_metrics(read_steps(path), out, title="a $title [x", source=str(path))
-
-    image = imread(out)
-    assert image.shape[:2] == (975, 1500)
-    assert all(number > 10 for number in coloured(image))
-
-
-def test_a_panel_without_values_has_a_note(tmp_path: Path) -> None:
+def test_a_panel_without_values_has_a_note() -> None:
     steps = [step(1, kl=None), step(2, kl=None)]
 
     figure = draw(steps, title="")
 
     texts = [[text.get_text() for text in axes.texts] for axes in figure.axes]
     assert texts == [[], [], ["no values"], []]
+
+
+def test_plot_is_an_image_of_the_size_of_a_page(tmp_path: Path) -> None:
     out = tmp_path / "plot.png"
-    figure.savefig(out)
-    assert [number > 10 for number in coloured(imread(out))] == [True, True, False, True]
+
+    plot_metrics([step(1)], out, title="a $title [x", source="metrics.jsonl")
+
+    assert imread(out).shape[:2] == (975, 1500)
 
 
 def test_lines_have_the_values_of_the_steps_and_gaps_for_null() -> None:
