@@ -98,7 +98,7 @@ figures: $(STAMP) ## put what `make bench` measured into docs/benchmarks.md
 # mutmut finds the tests of a function by its module, so that the copy has the package in src/. The copy is the only
 # `turnstream` that its Python can import.
 mutate: $(STAMP) $(MUTMUT_STAMP) ## change the code of FILE= in many ways, list what no unit test notices: FILE=batching/scoring
-	rm -rf .mutate && mkdir .mutate && cp -r clients/python/src docs tests tools .mutate
+	rm -rf .mutate && mkdir .mutate && cp -r clients/python/src tests .mutate
 	sed 's|{file}|$(FILE)|; s|{package}|$(firstword $(subst /, ,$(FILE)))|' pyproject.toml > .mutate/pyproject.toml
 	packages=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); cd .mutate && \
 	  export PYTHONPATH=$$packages:$(CURDIR)/services HYPOTHESIS_PROFILE=any OMP_NUM_THREADS=1 && \

@@ -24,6 +24,8 @@ def test_a_manifest_says_which_batch_it_is() -> None:
     assert (manifest.run, manifest.step, manifest.revision) == ("run", 3, 1)
     assert (manifest.lineage, manifest.previous_hash) == ("main", "ab")
     assert (manifest.config_revision, manifest.assembly_version) == (2, ASSEMBLY_VERSION)
+    assert [(group.group_id, group.prompt_uid) for group in manifest.groups] == [("a", "uid")]
+    assert [t.status for t in manifest.groups[0].trajectories] == [Status.COMPLETED] * 2
 
 
 def test_last_event_is_the_latest_or_that_of_the_choice() -> None:
@@ -72,15 +74,15 @@ def test_without_merging_every_turn_is_a_row() -> None:
 
 
 def test_case_30_mini_batches_are_cut_by_group_with_any_rows() -> None:
-    # Groups of 4, 2, 3 and 2 rows, two groups each: rows (0, 6) and (6, 11).
+    # Groups of 4, 2, 3 and 2 rows, two groups each: rows (0, 6) and (6, 11), here from row 3 on.
     groups = [ready(f"p{i}", rewards=[1.0] * n) for i, n in enumerate([4, 2, 3, 2])]
 
-    manifest = plan(*groups, of=config(4, 2), first_row_id=0)
+    manifest = plan(*groups, of=config(4, 2), first_row_id=3)
 
     cuts = [(m.first_row_id, m.first_row_id + m.num_rows) for m in manifest.mini_batches]
-    assert cuts == [(0, 6), (6, 11)]
+    assert cuts == [(3, 9), (9, 14)]
     assert [(m.first_group, m.num_groups) for m in manifest.mini_batches] == [(0, 2), (2, 2)]
-    assert manifest.end_row_id == 11
+    assert manifest.end_row_id == 14
 
 
 @pytest.mark.parametrize(
@@ -159,6 +161,15 @@ def test_advantages_of_gae_are_left_to_the_trainer() -> None:
 
     members = [member for group in made.groups for member in group.trajectories]
     assert [(m.reward, m.advantage) for m in members] == [(0.0, 0.0), (1.0, 0.0), (5.0, 0.0)]
+
+
+def test_pass_at_k_has_the_k_of_the_run() -> None:
+    of = replace(config(), estimator="pass_at_k", pass_k=2)
+
+    manifest = plan(ready("a", rewards=[1, 0, 0]), of=of)
+
+    # Of the three pairs, two have their best answer from the first; a k of 3 gives it 3.
+    assert [t.advantage for t in manifest.groups[0].trajectories] == [2.0, 0.0, 0.0]
 
 
 def test_components_are_compared_one_by_one() -> None:
