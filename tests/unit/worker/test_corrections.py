@@ -30,7 +30,7 @@ ALL = torch.ones(1, 4, dtype=torch.bool)
         ("tis", {"floor": 0.5}, [1.2214, 2.0, 1.0, 0.5]),
         ("tis", {"level": "sequence", "cap": 2.0}, [2.0] * 4),
         ("tis", {"level": "geometric", "cap": 2.0}, [1.3499] * 4),
-        ("icepop", {"low": 0.5, "high": 5.0}, [1.2214, 0.0, 1.0, 0.0]),
+        ("icepop", {}, [1.2214, 0.0, 1.0, 0.0]),
         ("mis", {}, [1, 0, 1, 0]),
         ("mis", {"level": "sequence"}, [0] * 4),
         ("mis", {"level": "geometric"}, [0] * 4),
