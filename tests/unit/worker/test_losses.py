@@ -108,18 +108,18 @@ def test_sapo_has_the_gradient_of_the_policy_gradient_on_policy() -> None:
 
 def test_dppo_keeps_rare_tokens_that_ppo_clips() -> None:
     # From 0.001 to 0.01 the ratio is 10, and the policies differ by 0.009. From 0.6 to 0.8 the
-    # ratio is 1.33, and they differ by 0.2.
-    behaviour_BR = torch.tensor([[0.001, 0.6]]).log()
-    current_BR = torch.tensor([[0.01, 0.8]]).log()
+    # ratio is 1.33, and they differ by 0.2. A probability above 1, from rounding, counts as 1.
+    behaviour_BR = torch.tensor([[0.001, 0.6, 0.9]]).log()
+    current_BR = torch.tensor([[0.01, 0.8, 1.1]]).log()
 
     is_masked_BR = policy_losses.dppo_masked(
         current_BR,
         behaviour_BR=behaviour_BR,
-        advantages_BR=torch.ones(1, 2),
-        mask_BR=torch.ones(1, 2),
+        advantages_BR=torch.ones(1, 3),
+        mask_BR=torch.ones(1, 3),
     )
 
-    assert is_masked_BR.tolist() == [[False, True]]
+    assert is_masked_BR.tolist() == [[False, True, False]]
 
 
 @pytest.mark.parametrize("divergence", ["tv", "kl"])
