@@ -122,6 +122,19 @@ def test_dppo_keeps_rare_tokens_that_ppo_clips() -> None:
     assert is_masked_BR.tolist() == [[False, True, False]]
 
 
+def test_covariances_are_products_of_deviations_where_trained() -> None:
+    found_BR = policy_losses.covariances(
+        torch.tensor([[-1.0, -4.0, -2.5]], requires_grad=True),
+        advantages_BR=torch.tensor([[1.0, -0.75, 9.0]]),
+        mask_BR=torch.tensor([[1, 1, 0]]),
+        mean_logprob=-2.0,
+        mean_advantage=0.25,
+    )
+
+    assert found_BR.tolist() == [[0.75, 2.0, 0.0]]
+    assert not found_BR.requires_grad
+
+
 @pytest.mark.parametrize("divergence", ["tv", "kl"])
 def test_dppo_masks_a_certain_token_that_became_unlikely(divergence: Any) -> None:
     is_masked_BR = policy_losses.dppo_masked(
