@@ -137,11 +137,14 @@ def test_import_of_the_sdk_loads_no_http_client() -> None:
 class _Answer(http.server.BaseHTTPRequestHandler):
     """Answers with the next of some statuses, the last one again and again."""
 
+    protocol_version = "HTTP/1.1"
     answers: list[tuple[int, dict[str, str], str]]
     seen: list[Any]
+    ports: list[int]
 
     def do_GET(self) -> None:
         self.seen.append(self.headers)
+        self.ports.append(self.client_address[1])
         status, headers, body = self.answers[0]
         if len(self.answers) > 1:
             self.answers.pop(0)
@@ -159,7 +162,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def other_server() -> Iterator[tuple[str, type[_Answer]]]:
     """The address of another server, and its handler, which has the answers."""
-    handler = type("Handler", (_Answer,), {"answers": [], "seen": []})
+    handler = type("Handler", (_Answer,), {"answers": [], "seen": [], "ports": []})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -210,6 +213,18 @@ def test_lost_connections_and_limits_are_repeated_with_the_wire_version(
     assert len(handler.seen) == 5
     assert {each[HEADER] for each in handler.seen} == {str(WIRE_VERSION)}
     assert {each["X-API-Key"] for each in handler.seen} == {"tml-x"}
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_fork_has_a_connection_of_its_own(other_server: tuple[str, type[_Answer]]) -> None:
+    url, handler = other_server
+    handler.answers[:] = [_PONG]
+    with turnstream.connect(url) as service:
+        assert in_fork(service.ping) == "ok"
+        service.ping()
+
+    parent, child, again = handler.ports
+    assert parent == again != child
 
 
 def test_silent_gateway_is_asked_once(

@@ -325,7 +325,9 @@ def test_version_is_announced_once_and_awaited(
 ) -> None:
     run = new_run()
     path = f"runs/{run.name}/versions"
-    assert api.get(path) == {"newest": None, "versions": []}
+    empty = api.get(path)
+    assert (empty["newest"], empty["versions"]) == (None, [])
+    assert empty["reasons"][0]["kind"] == "no_version"
 
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(api.get, path, above=3, wait_s=50)

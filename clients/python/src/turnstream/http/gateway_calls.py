@@ -11,7 +11,6 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
-from urllib.parse import quote
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.http.client import GatewayClient
