@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal
+from collections.abc import Awaitable, Callable
+from typing import Final, Literal, get_args
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response
@@ -51,6 +52,8 @@ _Route = Literal[
     "save_weights_external",
     "load_weights",
 ]
+_SUBMITTED: Final = get_args(_Route)[:-1]
+"""Routes whose body is submitted as it is. `load_weights` may make a model too."""
 
 
 @router.post("/forward_backward")
@@ -65,34 +68,17 @@ async def forward(request: Request, body: LargeBody, caller: Authenticated) -> R
     return await _train(caller, body, route="forward", request=request)
 
 
-@router.post("/forward_backward_run")
-async def forward_backward_run(body: Body, caller: Authenticated) -> Response:
-    """Submit a training call on the next mini-batch of a run."""
-    return await submit_model_call(caller, body, route="forward_backward_run")
+def _submits(route: _Route) -> Callable[[bytes, Caller], Awaitable[Response]]:
+    """Return the handler of a numbered call without datums."""
+
+    async def handle(body: Body, caller: Authenticated) -> Response:
+        return await submit_model_call(caller, body, route=route)
+
+    return handle
 
 
-@router.post("/optim_step")
-async def optim_step(body: Body, caller: Authenticated) -> Response:
-    """Submit an optimizer step."""
-    return await submit_model_call(caller, body, route="optim_step")
-
-
-@router.post("/save_weights")
-async def save_weights(body: Body, caller: Authenticated) -> Response:
-    """Submit a save of weights and optimizer."""
-    return await submit_model_call(caller, body, route="save_weights")
-
-
-@router.post("/save_weights_for_sampler")
-async def save_weights_for_sampler(body: Body, caller: Authenticated) -> Response:
-    """Submit a save of weights for sampling."""
-    return await submit_model_call(caller, body, route="save_weights_for_sampler")
-
-
-@router.post("/save_weights_external")
-async def save_weights_external(body: Body, caller: Authenticated) -> Response:
-    """Submit an export of weights for other programs."""
-    return await submit_model_call(caller, body, route="save_weights_external")
+for _route in _SUBMITTED:
+    router.post(f"/{_route}")(_submits(_route))
 
 
 async def submit_model_call(caller: Caller, body: bytes, *, route: _Route) -> Response:
