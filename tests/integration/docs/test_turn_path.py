@@ -1,4 +1,4 @@
-"""The files that hold the tokens of a turn, traced, against their list in ARCHITECTURE.md."""
+"""The files that a turn passes, traced: against their list in ARCHITECTURE.md, and their number."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from google.protobuf.message import Message
 import turnstream
 import turnstream_server
 from testkit.batchers import BatcherThread
+from testkit.gateway_thread import GatewayThread
+from testkit.ingest import IngestClient, turn_fields
+from testkit.turns import turn
 from turnstream.store.client.scripts import Command
 from turnstream_server.embedded import EmbeddedServer
 
@@ -38,6 +41,9 @@ FOLDERS = {
 }
 ARCHITECTURE = Path(__file__).parents[3] / "ARCHITECTURE.md"
 MAX_FILES = 40
+
+MAX_SERVER_FILES = 24
+"""Modules of the server that run during one request; each further one is one more to read."""
 
 
 def short(path: Path) -> str | None:
@@ -148,3 +154,34 @@ def test_files_of_a_turn_are_listed_in_architecture() -> None:
 
     assert sorted(trace.files) == sorted(listed)
     assert len(listed) <= MAX_FILES
+
+
+def test_request_with_a_trajectory_passes_few_server_files() -> None:
+    names: dict[CodeType, str | None] = {}
+    passed: set[str] = set()
+    is_traced = False
+
+    def trace(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if is_traced and event == "call" and code not in names:
+            names[code] = name = short(Path(code.co_filename))
+            if name is not None and name.startswith("server/"):
+                passed.add(name)
+
+    turns = [turn_fields(turn("ab", "CD")), turn_fields(turn("abCDe", "F"))]
+    item = {"sample": 0, "num_samples": 1, "turns": turns, "reward": 1.0}
+    with EmbeddedServer() as server:
+        turnstream.connect(server.url).create_run("path", batch_groups=2)
+        threading.setprofile(trace)
+        try:
+            with GatewayThread(server.url) as gateway, IngestClient(gateway, "path") as ingest:
+                results = ingest.results("trajectories", {"group_id": "before", **item})
+                is_traced = True
+                results += ingest.results("trajectories", {"group_id": "traced", **item})
+                is_traced = False
+        finally:
+            threading.setprofile(None)
+
+    assert {each["status"] for each in results} == {201}
+    assert len(passed) <= MAX_SERVER_FILES, sorted(passed)
+    assert "server/gateway/rest/ingest/delivery.py" in passed
