@@ -8,6 +8,7 @@ from typing import Any
 
 import redis
 
+import turnstream
 from testkit.scripts import script
 from testkit.waiting import wait_until
 from turnstream.batching.merge.merging import turn_prompts
@@ -15,6 +16,7 @@ from turnstream.generator import Publisher
 from turnstream.records.events import decode_event
 from turnstream.records.turns import decode_turn
 from turnstream.store.client import keys
+from turnstream.store.service_calls import StoreCalls
 from turnstream.types import Event, SealedTrajectory, StoredTurn, TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 
@@ -128,3 +130,10 @@ def wait_for_lapse(publisher: Publisher, key: TrajectoryKey) -> None:
 def lose_answer(proxy: Any, name: str) -> None:
     """Let the next call of a script succeed, and drop its answer."""
     proxy.break_replies([0], request=script(name).sha.encode())
+
+
+def client_of(service: turnstream.Service) -> redis.Redis:
+    """Return the client of a service that was connected to the store itself."""
+    calls = service._calls
+    assert isinstance(calls, StoreCalls)
+    return calls._client

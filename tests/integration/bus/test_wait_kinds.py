@@ -16,8 +16,8 @@ from turnstream.store.run.runs import close_run, pause_run
 from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream.store.waits.wait_reasons import UNSEALED, reasons
 from turnstream.types import TrajectoryAbandoned, TrajectoryKey, TrajectoryState
-from turnstream_server.bus.leadership.leadership import note_trouble, release_leadership
-from turnstream_server.bus.planning.replans import note_damage
+from turnstream_server.bus.leadership.leader_fields import note_trouble, release_leadership
+from turnstream_server.bus.planning.trajectories import note_damage
 from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.bus.sessions.observers import declare_observer
 
@@ -104,11 +104,11 @@ async def keep_a_dead_letter(run: Any) -> None:
 
 
 async def fail_to_plan(run: Any) -> None:
-    await note_trouble(run.client, run.name, "planning_trouble", "no space", owner="p")
+    await note_trouble(run.term, "planning_trouble", "no space", owner="p")
 
 
 async def fail_to_release(run: Any) -> None:
-    await note_trouble(run.client, run.name, "release_trouble", "no space", owner="p")
+    await note_trouble(run.term, "release_trouble", "no space", owner="p")
 
 
 async def keep_for_an_observer(run: Any) -> None:

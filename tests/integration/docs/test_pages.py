@@ -23,6 +23,7 @@ from tokenizers.models import WordLevel
 
 import turnstream
 from testkit import wait_until
+from testkit.stores import client_of
 from turnstream.records.turns import decode_turn
 from turnstream.service import DEFAULT_URL
 from turnstream.store.client import keys
@@ -298,8 +299,8 @@ def test_requests_of_the_http_page_may_be_repeated(runner: Runner) -> None:
         assert '"status":201' in output
 
     with turnstream.connect() as service:
-        wait_until(lambda: read_frontier(service._calls._client, "lab").planned == 1)
-        assert read_ledger(service._calls._client, "lab").accepted == 1
+        wait_until(lambda: read_frontier(client_of(service), "lab").planned == 1)
+        assert read_ledger(client_of(service), "lab").accepted == 1
 
 
 def test_weights_runs_as_printed(runner: Runner) -> None:

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import turnstream
 from testkit import wait_until
+from testkit.stores import client_of
 from turnstream.types import TrajectoryState
 from turnstream_server.bus.core.frontier import Frontier, read_frontier
 from turnstream_server.bus.queries.ledger import read_ledger
@@ -49,7 +50,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
 
 
 def frontier(service: turnstream.Service) -> Frontier:
-    return read_frontier(service._calls._client, "demo")
+    return read_frontier(client_of(service), "demo")
 
 
 def test_readme_has_two_short_programs() -> None:
@@ -117,7 +118,7 @@ def survive_kills(
         again = [start(folder, *words) for words in (generator, trainer)]
         statuses = [process.wait(150) for process in again]
 
-        ledger, end = read_ledger(service._calls._client, "demo"), frontier(service)
+        ledger, end = read_ledger(client_of(service), "demo"), frontier(service)
     ledger.check()
     assert statuses == [0, 0]
     assert ledger.accepted == NUM_GROUPS * NUM_SAMPLES
@@ -128,7 +129,7 @@ def survive_kills(
 
 def num_sealed(service: turnstream.Service) -> int:
     """Return the trajectories that are sealed, planned ones included."""
-    states = read_ledger(service._calls._client, "demo").by_state
+    states = read_ledger(client_of(service), "demo").by_state
     return states[TrajectoryState.SEALED] + states[TrajectoryState.PLANNED]
 
 

@@ -110,7 +110,7 @@ def sent(server: Any) -> dict[str, list[Sent]]:
     with pytest.MonkeyPatch.context() as patch, GatewayThread(server.url) as gateway:
         bodies = _recording(patch)
         with turnstream.connect(gateway.base_url) as service:
-            run = service.create_run(SESSION_RUN, **{**SETTINGS, "max_staleness": 0})
+            run = service.create_run(SESSION_RUN, **SETTINGS)
             write_everything(run)
             _wait_for_admission(run)
             with run.publisher() as publisher:

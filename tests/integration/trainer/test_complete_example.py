@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import testkit
 import turnstream
 from testkit.batchers import BatcherThread
+from testkit.stores import client_of
 from turnstream.types import Group, MiniBatch, TrajectoryState
 from turnstream.worker.layouts import packed_to_torch
 from turnstream_server.bus.queries.ledger import read_ledger
@@ -62,7 +63,7 @@ def test_complete_trainer_learns_and_continues_at_its_checkpoint(
         run.close()
         example.main()
         with turnstream.connect() as service:
-            states = read_ledger(service._calls._client, "demo").by_state
+            states = read_ledger(client_of(service), "demo").by_state
 
     assert states[TrajectoryState.COMMITTED] == 6
     checkpoints = sorted(path.name for path in tmp_path.glob("checkpoint-*"))

@@ -11,6 +11,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
+from urllib.parse import quote
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.http.client import GatewayClient

@@ -122,6 +122,8 @@ def _check_seals(request: PostSeals) -> None:
 def _check_ending(request: Abandon | CountConflict) -> None:
     _trajectory(request.trajectory_id)
     checked_text(request.reason, field="reason")
+    if isinstance(request, Abandon):
+        _number(request.epoch, field="epoch")
 
 
 def _check_reward(request: PostReward) -> None:

@@ -52,10 +52,14 @@ class HttpTransport(Transport):
     Args:
         url: address of the gateway, with its key.
         writer: encoded name of the writer.
+
+    Raises:
+        InvalidConfigError: the file that TURNSTREAM_TLS_CA names has no certificates.
     """
 
     def __init__(self, url: str, *, writer: str) -> None:
         self._gateway = parse_http(url)
+        self._tls = certificates_for(self._gateway)
         self._writer = decode_name(writer)
         self._http: httpx2.AsyncClient | None = None
 
@@ -152,7 +156,7 @@ class HttpTransport(Transport):
                 },
                 limits=httpx2.Limits(keepalive_expiry=_IDLE_S),
                 timeout=httpx2.Timeout(SOCKET_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
-                verify=certificates_for(self._gateway),
+                verify=self._tls,
             )
         return self._http
 
