@@ -271,7 +271,6 @@ def test_call_with_another_argument_is_refused(sent: dict[str, list[Sent]]) -> N
         ),
         "attempt": ({"adopt": {"key": {**key, "attempt": 1_000}}}, "attempt: 1000 is not"),
         "epoch": ({"abandon": {"lease": {"key": key, "epoch": 2**53}}}, "epoch"),
-        "text": ({"abandon": {"lease": {"key": key}, "reason": "a\0b"}}, "reason"),
         "passed": ({"next_task": {"num_passed": 257}}, "num_passed"),
         "samples": ({"read_group": {"group_id": "g", "num_samples": 8_193}}, "num_samples"),
         "leftover": ({"close_run": {"leftover": "x"}}, "leftover"),
