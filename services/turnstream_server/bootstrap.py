@@ -5,6 +5,7 @@ Services are imported when they are started, so that a command line costs no tor
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -13,16 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
-import redis
-
+from turnstream.calls import Calls, connect_calls
 from turnstream.errors import RunNotFoundError, UnavailableError
 from turnstream.service import DEFAULT_URL, URL_VARIABLE
 from turnstream.store.client.addresses import checked_url, is_http
 from turnstream.store.client.api_keys import FILE_VARIABLE
 from turnstream.store.client.connection import connect
-from turnstream.store.client.run_ids import find_run
-from turnstream.store.run.batchers import find_batchers
-from turnstream.store.run.configs import read_config
 from turnstream.store.run.runs import create_run
 from turnstream.store.waits.wait_warnings import WaitWarnings
 from turnstream_server import failpoints
@@ -45,9 +42,6 @@ _logger = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.5
 """Seconds between two attempts; connecting to a store that is away takes as long again."""
-
-_SILENT_S: Final = 5.0
-"""A store that does not answer for so long is reported."""
 
 _Result = TypeVar("_Result")
 
@@ -322,20 +316,20 @@ def wait_for_store(url: str, *, durability: str, timeout_s: float) -> None:
 
 def wait_for_run(url: str, run: str, *, timeout_s: float) -> None:
     """Return as soon as the run exists."""
-    _retry(url, lambda client: read_config(client, find_run(client, run)), timeout_s=timeout_s)
+    _retry(url, lambda calls: calls.find_run(run), timeout_s=timeout_s)
 
 
 def wait_for_batcher(url: str, *, timeout_s: float) -> str:
     """Return the addresses of the registered batchers, with commas between them."""
-    return _retry(url, lambda client: ",".join(find_batchers(client)), timeout_s=timeout_s)
+    return _retry(url, lambda calls: ",".join(calls.batchers()()), timeout_s=timeout_s)
 
 
-def _retry(url: str, attempt: Callable[[redis.Redis], _Result], *, timeout_s: float) -> _Result:
-    """Repeat an attempt at a store while something is away."""
+def _retry(url: str, attempt: Callable[[Calls], _Result], *, timeout_s: float) -> _Result:
+    """Repeat an attempt at a store, or a gateway, while something is away."""
 
     def connected() -> _Result:
-        with connect(url, num_retries=0, silent_s=_SILENT_S) as client:
-            return attempt(client)
+        with contextlib.closing(connect_calls(url)) as calls:
+            return attempt(calls)
 
     return _repeat(connected, timeout_s=timeout_s)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Final
 
+from turnstream.calls import connect_calls
 from turnstream.errors import InvalidConfigError
 from turnstream.store.client.api_keys import FILE_VARIABLE, read_key_file
-from turnstream.store.client.connection import connect
-from turnstream.store.client.run_ids import find_run
 from turnstream.store.run.batchers import registered_batchers
-from turnstream.store.run.configs import read_config
 from turnstream.worker.launch import find_launch
 from turnstream_server.keys.policy import is_loopback
 from turnstream_server.logs import configure_logging
@@ -23,7 +22,6 @@ from turnstream_server.telemetry.tracing import start_tracing
 from turnstream_server.tls import read_tls
 
 _DEFAULT_HOST: Final = "127.0.0.1"
-_ANSWER_S: Final = 2.0
 
 
 def observe_process(
@@ -82,8 +80,8 @@ def run_check(url: str, run: str) -> Check:
     """Return a check that a run exists."""
 
     def check() -> str:
-        with connect(url, num_retries=0, silent_s=_ANSWER_S) as client:
-            read_config(client, find_run(client, run))
+        with contextlib.closing(connect_calls(url)) as calls:
+            calls.find_run(run)
         return ""
 
     return check

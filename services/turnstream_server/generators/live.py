@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import signal
@@ -13,11 +14,11 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
-import redis
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from turnstream.calls import Calls, connect_calls
 from turnstream.errors import (
     EndOfRunError,
     InvalidConfigError,
@@ -26,10 +27,8 @@ from turnstream.errors import (
     UnavailableError,
 )
 from turnstream.generator import AsyncPublisher, AsyncTrajectoryWriter
-from turnstream.store.client.connection import connect
-from turnstream.store.run.configs import open_run
-from turnstream.store.run.runs import newest_version
 from turnstream.types import VersionAnnounced
+from turnstream.types.names import RunId
 from turnstream.weights import fetch_weights
 from turnstream_server.generators import guessing
 from turnstream_server.generators.config import LiveGeneratorConfig
@@ -65,11 +64,12 @@ async def generate(config: LiveGeneratorConfig, readiness: Readiness | None = No
     """Play until the run is closed or `max_groups` are played."""
     try:
         with (
-            connect(config.redis_url) as client,
+            contextlib.closing(connect_calls(config.redis_url)) as calls,
             tempfile.TemporaryDirectory(prefix="turnstream-weights-") as temporary,
         ):
-            config = replace(config, run=open_run(client, config.run))
-            policy = NewestPolicy(client, config.run, cache=config.cache or Path(temporary))
+            run = calls.find_run(config.run)
+            config = replace(config, run=run)
+            policy = NewestPolicy(calls, run, cache=config.cache or Path(temporary))
             await policy.wait_for_first(timeout_s=config.timeout_s)
             if readiness is not None:
                 readiness.reached("weights")
@@ -217,16 +217,16 @@ class NewestPolicy:
 
     model: PreTrainedModel
 
-    def __init__(self, client: redis.Redis, run: str, *, cache: Path) -> None:
+    def __init__(self, calls: Calls, run: RunId, *, cache: Path) -> None:
         """Create a policy without weights.
 
         Args:
-            client: a connection to the store.
+            calls: the calls to the store, or to a gateway.
             run: id of the run.
             cache: folder of this process for weights that come over HTTP.
         """
         self.version = -1
-        self._client = client
+        self._calls = calls
         self._run = run
         self._cache = cache
         self._next_fetch_s = 0.0
@@ -248,7 +248,7 @@ class NewestPolicy:
         If their server is away, the weights stay as they are. It is asked again after 5 s.
         """
         while time.monotonic() >= self._next_fetch_s:
-            announced = newest_version(self._client, self._run)
+            announced = self._calls.newest_version(self._run)
             if announced is None or announced.version <= self.version:
                 return
             try:
@@ -260,7 +260,7 @@ class NewestPolicy:
                 logger.warning("weights %d cannot be fetched: %s", announced.version, error)
             except (InvalidConfigError, ReleasedError):
                 # The trainer keeps only the newest few: these may be deleted.
-                newest = newest_version(self._client, self._run)
+                newest = self._calls.newest_version(self._run)
                 if newest is None or newest.version == announced.version:
                     raise
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Final
 
+from turnstream.calls import connect_calls
 from turnstream.errors import TurnstreamError
+from turnstream.store.client.addresses import is_http
 from turnstream.store.client.connection import connect
 from turnstream.store.client.replies import translating
 from turnstream.store.client.server_checks import SYNCS_OF
@@ -27,6 +30,10 @@ def store_check(url: str, *, durability: str) -> Check:
     def check() -> str:
         # A connection for each check: an idle one would cost more between two of them.
         try:
+            if is_http(url):  # the gateway checks its store itself
+                with contextlib.closing(connect_calls(url)) as calls:
+                    calls.ping()
+                return ""
             with (
                 connect(url, num_retries=0, silent_s=_ANSWER_S, syncs=syncs) as client,
                 translating(),

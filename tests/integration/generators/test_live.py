@@ -26,6 +26,7 @@ from turnstream.records.turns import decode_turn
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
 from turnstream.store.run.runs import close_run
+from turnstream.store.service_calls import StoreCalls
 from turnstream.types import (
     GroupOpened,
     SealedTrajectory,
@@ -35,6 +36,7 @@ from turnstream.types import (
     TrajectoryState,
     VersionAnnounced,
 )
+from turnstream.types.names import RunId
 from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.bus.sessions.sessions import announce_version, start_session
 from turnstream_server.embedded import EmbeddedServer
@@ -219,7 +221,7 @@ async def test_newer_weights_are_loaded_and_older_ones_are_kept_until_then(
     live_run: LiveRun,
 ) -> None:
     first = await live_run.announce(0, seed=1)
-    policy = NewestPolicy(live_run.client, live_run.name, cache=live_run.folder)
+    policy = NewestPolicy(StoreCalls(live_run.url), RunId(live_run.name), cache=live_run.folder)
     policy.refresh()
     before = policy.model
     policy.refresh()
@@ -243,11 +245,9 @@ async def test_removed_weights_are_replaced_by_newer_ones(
     shutil.rmtree(live_run.folder / "v0")
     told = [VersionAnnounced(version=0, step=0, lineage="", weights_uri=_uri(live_run, 0))]
     true_newest = VersionAnnounced(version=1, step=0, lineage="", weights_uri=_uri(live_run, 1))
-    monkeypatch.setattr(
-        "turnstream_server.generators.live.newest_version",
-        lambda *_: told.pop() if told else true_newest,
-    )
-    policy = NewestPolicy(live_run.client, live_run.name, cache=live_run.folder)
+    calls = StoreCalls(live_run.url)
+    monkeypatch.setattr(calls, "newest_version", lambda _: told.pop() if told else true_newest)
+    policy = NewestPolicy(calls, RunId(live_run.name), cache=live_run.folder)
 
     policy.refresh()
 
@@ -260,7 +260,7 @@ async def test_weights_over_http_are_those_of_the_trainer(
 ) -> None:
     model = load_policy(SmallModelSpec(vocab_size=VOCAB_SIZE, hidden_size=16, num_layers=1))
     config = TrainerConfig(run="run", folder=tmp_path, weights_listen="127.0.0.1:0")
-    policy = NewestPolicy(live_run.client, live_run.name, cache=tmp_path / "cache")
+    policy = NewestPolicy(StoreCalls(live_run.url), RunId(live_run.name), cache=tmp_path / "cache")
     with WeightsPublisher(config) as publisher:
         uri = publisher.publish(make_engine(model).gather_weights(), version=7)
         await live_run.say(7, uri=uri)
@@ -277,7 +277,9 @@ async def test_generator_keeps_its_weights_while_their_server_is_away(
 ) -> None:
     monkeypatch.setattr(live, "_FETCH_TIMEOUT_S", 0.2)
     kept = await live_run.announce(0, seed=1)
-    policy = NewestPolicy(live_run.client, live_run.name, cache=live_run.folder / "cache")
+    policy = NewestPolicy(
+        StoreCalls(live_run.url), RunId(live_run.name), cache=live_run.folder / "cache"
+    )
     policy.refresh()
     await live_run.say(1, uri="http://127.0.0.1:1/v1")
 
@@ -298,13 +300,14 @@ async def test_version_that_its_server_has_removed_is_replaced_by_a_newer_one(
     live_run: LiveRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newest = await live_run.announce(1, seed=2)
-    policy = NewestPolicy(live_run.client, live_run.name, cache=tmp_path / "cache")
+    calls = StoreCalls(live_run.url)
+    policy = NewestPolicy(calls, RunId(live_run.name), cache=tmp_path / "cache")
     with serve_weights(tmp_path, listen="127.0.0.1:0") as server:
         removed = VersionAnnounced(version=0, step=0, lineage="", weights_uri=f"{server.url}/v0")
         announced = [removed]
-        true_newest = live.newest_version
+        true_newest = calls.newest_version
         monkeypatch.setattr(
-            live, "newest_version", lambda *of: announced.pop() if announced else true_newest(*of)
+            calls, "newest_version", lambda of: announced.pop() if announced else true_newest(of)
         )
 
         policy.refresh()
@@ -320,7 +323,9 @@ async def test_unloadable_weights_are_refused_with_their_version(
     await live_run.say(7, uri=uri)
 
     with pytest.raises(InvalidConfigError, match=r"v7|version 7"):
-        NewestPolicy(live_run.client, live_run.name, cache=live_run.folder).refresh()
+        NewestPolicy(
+            StoreCalls(live_run.url), RunId(live_run.name), cache=live_run.folder
+        ).refresh()
 
 
 async def test_generator_without_weights_stops_at_its_deadline(

@@ -123,7 +123,7 @@ def test_refused_call_of_a_body_leaves_the_others(
     assert answer.replies[1].refusal == "INVALID a call names 257 trajectories, at most 256"
 
 
-@given(body=st.binary(max_size=80), cut=st.integers(0, 80))
+@given(body=st.binary(min_size=1, max_size=80), cut=st.integers(0, 80))
 def test_any_body_is_calls_or_refused(body: bytes, cut: int) -> None:
     turns = AppendTurns("maze", "w", "g/0/0", 1, records=[body], is_sealed=bool(cut % 2))
     whole = body_of(turns, turns).SerializeToString()

@@ -327,7 +327,7 @@ def test_version_is_announced_once_and_awaited(
     path = f"runs/{run.name}/versions"
     empty = api.get(path)
     assert (empty["newest"], empty["versions"]) == (None, [])
-    assert empty["reasons"][0]["kind"] == "no_version"
+    assert empty["reasons"][0]["kind"] == "not_ready"
 
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(api.get, path, above=3, wait_s=50)

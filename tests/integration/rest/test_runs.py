@@ -259,7 +259,7 @@ def test_request_without_a_task_says_why_and_when_to_retry(api: RestApi, run: st
     assert response.json()["reasons"][0] == {
         "kind": "not_ready",
         "sentence": "the run was given no prompt",
-        "facts": {"waited_s": 0.0, "prompts": 0, "left": 0, "given": 0},
+        "facts": {"awaited": "task", "waited_s": 0.0, "prompts": 0, "left": 0, "given": 0},
     }
     api.post(f"runs/{run}/close")
     assert api.refused("POST", f"runs/{run}/tasks", 409)["type"].endswith("/end-of-run")

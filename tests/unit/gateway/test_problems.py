@@ -22,7 +22,7 @@ BASES = {
 }
 """Errors that travel as another class, which is raised in their place."""
 
-WITHOUT_AN_ERROR = {PROBLEM, "internal", "invalid-request"}
+WITHOUT_AN_ERROR = {PROBLEM, "internal", "invalid-request", "store-restarted"}
 """Types of documents that no class of `errors` has."""
 
 

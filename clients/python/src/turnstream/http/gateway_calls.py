@@ -16,7 +16,7 @@ from urllib.parse import quote
 from turnstream.batching.config import BatchingConfig
 from turnstream.http.client import GatewayClient
 from turnstream.http.problems import error_of
-from turnstream.http.version_wait import wait_for_version
+from turnstream.http.version_wait import announced, wait_for_version
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.store.client.addresses import address_of
 from turnstream.store.client.run_ids import no_such_run
@@ -145,6 +145,11 @@ class GatewayCalls:
         if (problem := result.get("problem")) is not None:
             raise error_of(problem)
         return RewardOutcome[result["outcome"].upper()]
+
+    def newest_version(self, run: RunId) -> VersionAnnounced | None:
+        """Return the highest announced version; None before the first."""
+        newest = self._client.get(f"{_path(run)}/versions", limit=1)["newest"]
+        return None if newest is None else announced(newest)
 
     def wait_for_version(self, run: RunId, *, above: int, timeout_s: float) -> VersionAnnounced:
         """Return the newest version, once it is higher than `above`; one request is held."""

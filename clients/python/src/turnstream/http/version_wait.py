@@ -40,14 +40,15 @@ def wait_for_version(
             query = {"above": above, "limit": 1, "wait_s": held_s}
             found = client.call("GET", f"{path}/versions", query=query, limit_s=limit_s)
         if found["versions"]:
-            return _announced(found["newest"])
+            return announced(found["newest"])
         wait.note_answer(f"no version above {above} was announced")
         if wait.has_timed_out:
             reasons = reasons_of(found.get("reasons"))
             raise NotReadyError(wait.message, [_waited(each, timeout_s) for each in reasons])
 
 
-def _announced(version: dict[str, Any]) -> VersionAnnounced:
+def announced(version: dict[str, Any]) -> VersionAnnounced:
+    """Return a version from the JSON of a gateway."""
     return VersionAnnounced(
         version=version["version"],
         step=version["step"],

@@ -98,6 +98,10 @@ class StoreCalls:
         """Post the reward of a trajectory."""
         return post_reward(self._client, run, key, reward, reward_components=reward_components)
 
+    def newest_version(self, run: RunId) -> VersionAnnounced | None:
+        """Return the highest announced version; None before the first."""
+        return runs.newest_version(self._client, run)
+
     def wait_for_version(self, run: RunId, *, above: int, timeout_s: float) -> VersionAnnounced:
         """Return the newest version, once it is higher than `above`."""
         return wait_for_version(self._client, run, above=above, timeout_s=timeout_s)
