@@ -17,11 +17,11 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import Link
 from turnstream.store.client.scripts import Command, Script, pack
 from turnstream.types import TrajectoryKey
-from turnstream_server.bus.leadership.leadership import Term
-from turnstream_server.bus.leadership.writes import Changes, write_command
-from turnstream_server.bus.release.ended_writes import EndedFacts, replace_ended
-from turnstream_server.bus.release.release import FOLD_SLICE, GROUP_SLICE
-from turnstream_server.bus.release.release_writes import FoldedFacts, Part, finish, fold
+from turnstream_server.ledger.leadership.leadership import Term
+from turnstream_server.ledger.leadership.writes import Changes, write_command
+from turnstream_server.ledger.release.ended_writes import EndedFacts, replace_ended
+from turnstream_server.ledger.release.release import COMPACT_SLICE, GROUP_SLICE
+from turnstream_server.ledger.release.release_writes import FoldedFacts, Part, compact, finish
 
 RUN = "ledger"
 TERM = Term(cast(Any, None), RUN, 1)
@@ -69,7 +69,7 @@ class RunWriter:
             "release": ("release_bytes",),
         }
         self._scripts = {
-            name: Script(name, f"turnstream_server.bus.{folder}")
+            name: Script(name, f"turnstream_server.ledger.{folder}")
             for folder, scripts in names.items()
             for name in scripts
         }
@@ -135,16 +135,21 @@ class RunWriter:
         facts = FoldedFacts(released=released, folded=folded, snapshot_step=b"%d" % (step + 1))
         entry = b"planned:%d" % step
         self._store.run(
-            *(self._call("release_bytes", bytes_keys, *some) for some in _sliced(ids, FOLD_SLICE)),
             *(
-                _write(
-                    fold(Part(step, some, are_groups=False), [entry] * len(some), released=released)
-                )
-                for some in _sliced(ids, FOLD_SLICE)
+                self._call("release_bytes", bytes_keys, *some)
+                for some in _sliced(ids, COMPACT_SLICE)
             ),
             *(
                 _write(
-                    fold(
+                    compact(
+                        Part(step, some, are_groups=False), [entry] * len(some), released=released
+                    )
+                )
+                for some in _sliced(ids, COMPACT_SLICE)
+            ),
+            *(
+                _write(
+                    compact(
                         Part(step, some, are_groups=True),
                         [b"8:planned"] * len(some),
                         released=released,
@@ -169,14 +174,14 @@ class RunWriter:
         self._store.run(
             *(
                 self._call("release_bytes", bytes_keys, *some)
-                for some in _sliced([*ended], FOLD_SLICE)
+                for some in _sliced([*ended], COMPACT_SLICE)
             )
         )
         self._ended |= ended
-        while len(self._ended) >= FOLD_SLICE:
-            self._fold_ended([*self._ended][:FOLD_SLICE])
+        while len(self._ended) >= COMPACT_SLICE:
+            self._compact_ended([*self._ended][:COMPACT_SLICE])
 
-    def _fold_ended(self, ids: list[str]) -> None:
+    def _compact_ended(self, ids: list[str]) -> None:
         entries = {each: self._ended.pop(each) for each in ids}
         stored = {each: entry.encode() for each, entry in entries.items()}
         groups = dict.fromkeys(each.partition("/")[0] for each in ids)

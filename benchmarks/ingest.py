@@ -204,7 +204,7 @@ class Bench:
     def _check(self, run: str) -> None:
         from turnstream.store.client.connection import connect
         from turnstream.types import TrajectoryState
-        from turnstream_server.bus.queries.ledger import read_ledger
+        from turnstream_server.ledger.queries.ledger import read_ledger
 
         with connect(self.server.url) as client:
             sealed = read_ledger(client, run).by_state[TrajectoryState.SEALED]

@@ -156,7 +156,7 @@ def fork(
     """Start a new run from a checkpoint of another one."""
     from turnstream.records.configs import decode_config
     from turnstream.store.client.connection import connect
-    from turnstream_server.bus.admin.forks import fork_run, token_of_step
+    from turnstream_server.ledger.admin.forks import fork_run, token_of_step
 
     if (token_file is None) == (step is None):
         raise InvalidConfigError("--token-file", "use either --token-file or --step")
@@ -201,7 +201,7 @@ def delete(
 ) -> None:
     """Delete everything that the store holds of a run."""
     from turnstream.store.client.connection import connect
-    from turnstream_server.bus.admin.deletion import delete_run
+    from turnstream_server.ledger.admin.deletion import delete_run
 
     url = store_url(redis)
     if not yes and typer.prompt(f"This deletes all data of {run}. Type its name again") != run:

@@ -44,9 +44,9 @@ NAMES: Final = frozenset(
         "advance_watermark.before",  # the acts of the release, in their order
         "release_payload.before",
         "release_bytes.before",
-        "fold_batch.before",
+        "compact_batch.before",
         "finish_batch.before",
-        "fold_ended.before",
+        "compact_ended.before",
         "save_snapshot.before",
         "trim_events.before",
         "park.before",  # a run looks idle, it is still led

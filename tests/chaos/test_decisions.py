@@ -20,7 +20,7 @@ from turnstream.types import (
     RunFinished,
     TrajectoryAbandoned,
 )
-from turnstream_server.bus.planning.manifests import read_plan
+from turnstream_server.ledger.planning.manifests import read_plan
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 

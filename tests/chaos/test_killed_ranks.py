@@ -29,8 +29,8 @@ from turnstream.batching.config.batching_config import BatchingConfig
 from turnstream.generator import Publisher
 from turnstream.store.run.runs import close_run, create_run
 from turnstream.types import Group, TrajectoryState
-from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.embedded import EmbeddedServer, free_port
+from turnstream_server.ledger.queries.ledger import read_ledger
 from turnstream_server.models.policy import load_policy
 
 pytestmark = [

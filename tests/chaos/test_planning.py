@@ -23,10 +23,10 @@ from turnstream.records.events import decode_event
 from turnstream.store.client import keys
 from turnstream.store.run.configs import read_revisions, revise_config
 from turnstream.types import ConfigRevised
-from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.planning.manifests import read_plan
-from turnstream_server.bus.planning.replans import await_replan, request_replan
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.ledger.core.frontier import read_frontier
+from turnstream_server.ledger.planning.manifests import read_plan
+from turnstream_server.ledger.planning.replans import await_replan, request_replan
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 

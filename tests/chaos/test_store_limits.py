@@ -24,8 +24,8 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.errors import WaitKind
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.batcher.serving.health import TROUBLE
-from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.queries.run_snapshot import read_snapshot
+from turnstream_server.ledger.core.frontier import read_frontier
+from turnstream_server.ledger.queries.run_snapshot import read_snapshot
 from turnstream_server.settings import Settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(600)]

@@ -14,7 +14,7 @@ from harness.machine import is_asleep
 from harness.proxy import Proxy
 from harness.rig import PATIENCE_S, Rig
 from turnstream.worker import BatchStream, ObserverStream
-from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.ledger.core.frontier import read_frontier
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 

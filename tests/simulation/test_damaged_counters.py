@@ -23,7 +23,7 @@ INCLUDE = "local function damaged(key, ...)"
 DAMAGED = b"\xc5"
 GROUPS = {b"planned_groups", b"opened_groups", b"live_groups", b"open_groups"}
 UNREACHED = {"discard_event", "discard_dead_letter", "reserve"}
-"""Scripts that these runs do not call: integration/bus/test_dead_letters.py has them."""
+"""Scripts that these runs do not call: integration/ledger/test_dead_letters.py has them."""
 
 
 def scripts_that_check() -> dict[bytes, str]:

@@ -12,7 +12,7 @@ import pytest
 from simulator.__main__ import main
 from simulator.guards import GUARDS, first_failed_seed
 from simulator.runs import simulate_all
-from turnstream_server.bus.planning import plan_writes
+from turnstream_server.ledger.planning import plan_writes
 
 PER_TEST = 45
 FIRST_SEEDS = [

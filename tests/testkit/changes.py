@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from turnstream_server.bus.leadership.writes import Changes
+from turnstream_server.ledger.leadership.writes import Changes
 
 
 def sums(changes: Changes | None) -> Counter[tuple[str, Any]]:

@@ -26,10 +26,10 @@ from turnstream.types import (
 from turnstream_server.batcher.planner.parking import PARK_AFTER_S
 from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP, Upkeep
 from turnstream_server.batcher.serving.service import BatcherOptions, serving
-from turnstream_server.bus.admin.dead_letters import DeadLetters, read_dead_letters
-from turnstream_server.bus.core.frontier import Frontier, read_frontier
-from turnstream_server.bus.queries.ledger import LedgerCounts, read_ledger
-from turnstream_server.bus.queries.run_snapshot import read_snapshot
+from turnstream_server.ledger.admin.dead_letters import DeadLetters, read_dead_letters
+from turnstream_server.ledger.core.frontier import Frontier, read_frontier
+from turnstream_server.ledger.queries.ledger import LedgerCounts, read_ledger
+from turnstream_server.ledger.queries.run_snapshot import read_snapshot
 
 _numbers = itertools.count(1)
 

@@ -22,7 +22,6 @@ import redis
 from turnstream.errors import BatchingError, RunNotFoundError, UnavailableError
 from turnstream.store.run.configs import read_revisions
 from turnstream.types import RecoveryToken
-from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.commands.contents import ForwardBackwardRun
 from turnstream_server.commands.models import ModelRecord
 from turnstream_server.commands.results import TrainingOutput
@@ -32,6 +31,7 @@ from turnstream_server.engine.run_streams import RunRefusedError
 from turnstream_server.engine.run_training import run_output
 from turnstream_server.engine.training import in_turns
 from turnstream_server.failpoints import reach
+from turnstream_server.ledger.core.frontier import read_frontier
 from turnstream_server.trainer.passes import Turns
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,6 @@ from fastapi.responses import Response
 
 from turnstream.errors import BatchingError, RecordError, RunNotFoundError
 from turnstream.store.client.run_ids import find_run_async
-from turnstream_server.bus.core.frontier import read_frontier_async
 from turnstream_server.commands.bases import BaseModel
 from turnstream_server.commands.contents import (
     CommandKind,
@@ -26,6 +25,7 @@ from turnstream_server.gateway.bodies import json_response
 from turnstream_server.gateway.limits import check_operation_limits
 from turnstream_server.gateway.state import session_of
 from turnstream_server.gateway.tinker.training_calls import TrainingCall
+from turnstream_server.ledger.core.frontier import read_frontier_async
 from turnstream_server.telemetry.instruments import counter
 
 _COMMANDS = counter(

@@ -12,10 +12,10 @@ from turnstream.store.client import keys
 from turnstream.store.run.configs import open_run
 from turnstream_server.batcher.assembly.archive import archive_step
 from turnstream_server.batcher.assembly.assembler import assemble_batch, read_planned_batch
-from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.queries.batch_facts import batch_facts
-from turnstream_server.bus.queries.batch_numbers import BatchNumbers
 from turnstream_server.jobs.store_client import store_client
+from turnstream_server.ledger.core.frontier import read_frontier
+from turnstream_server.ledger.queries.batch_facts import batch_facts
+from turnstream_server.ledger.queries.batch_numbers import BatchNumbers
 from turnstream_server.screen import facts_table, make_table, print_figures
 
 MAX_SHOWN: Final = 12

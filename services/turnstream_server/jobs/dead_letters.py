@@ -14,7 +14,7 @@ from rich.table import Table
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.run.configs import open_run
-from turnstream_server.bus.admin.dead_letters import (
+from turnstream_server.ledger.admin.dead_letters import (
     DeadContent,
     discard_event,
     discard_trajectory,

@@ -18,9 +18,9 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.errors import InvalidConfigError
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run
-from turnstream_server.bus.core.stores import open_store
 from turnstream_server.jobs.stack import Stack
 from turnstream_server.jobs.summary import RunHistory, Summary, summary_table
+from turnstream_server.ledger.core.stores import open_store
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.settings import Settings
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from turnstream.store.run.configs import open_run
-from turnstream_server.bus.queries.batch_facts import reward_curve
 from turnstream_server.jobs.store_client import store_client
+from turnstream_server.ledger.queries.batch_facts import reward_curve
 from turnstream_server.trainer.reporting.metrics_files import find_metrics
 from turnstream_server.trainer.reporting.sinks.json_lines import read_steps
 

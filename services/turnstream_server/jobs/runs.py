@@ -9,10 +9,10 @@ from rich.console import Console
 
 from turnstream.store.client.addresses import address_of
 from turnstream.store.run.runs import list_runs
-from turnstream_server.bus.queries.batch_numbers import BatchNumbers
-from turnstream_server.bus.queries.run_facts import run_facts, run_line
 from turnstream_server.jobs.ledger import duration
 from turnstream_server.jobs.store_client import store_client
+from turnstream_server.ledger.queries.batch_numbers import BatchNumbers
+from turnstream_server.ledger.queries.run_facts import run_facts, run_line
 from turnstream_server.screen import facts_table, make_table, shown
 
 _COLUMNS: Final = (

@@ -16,12 +16,12 @@ from turnstream.errors import RunNotFoundError, StoreUnavailableError, UnknownFo
 from turnstream.store.run.configs import open_run
 from turnstream.store.run.runs import list_runs
 from turnstream.store.waits.wait_reasons import reasons
-from turnstream_server.bus.queries.batch_numbers import BatchNumbers
-from turnstream_server.bus.queries.ledger import run_summary
-from turnstream_server.bus.queries.run_facts import common_facts, progress_facts
-from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.jobs.runs import no_runs
 from turnstream_server.jobs.store_client import store_client
+from turnstream_server.ledger.queries.batch_numbers import BatchNumbers
+from turnstream_server.ledger.queries.ledger import run_summary
+from turnstream_server.ledger.queries.run_facts import common_facts, progress_facts
+from turnstream_server.ledger.queries.run_snapshot import read_snapshot
 from turnstream_server.screen import facts_table
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from turnstream.records.events import decode_event
 from turnstream.records.manifests import decode_manifest
 from turnstream.store.client import keys
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey
-from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.core.scan import entry_ms, server_ms, stream_entries
-from turnstream_server.bus.queries.batch_numbers import BatchNumbers, mean, numbers_of, ratio
-from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.ledger.core.frontier import read_frontier
+from turnstream_server.ledger.core.scan import entry_ms, server_ms, stream_entries
+from turnstream_server.ledger.queries.batch_numbers import BatchNumbers, mean, numbers_of, ratio
+from turnstream_server.ledger.queries.ledger import read_ledger
 
 _LAST_OF_STEP = (1 << 64) - 1
 """Above every revision in the id of a plan, which is <step>-<revision>."""

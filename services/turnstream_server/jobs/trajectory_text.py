@@ -20,8 +20,8 @@ from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.run.configs import open_run
 from turnstream.types import StoredTurn
-from turnstream_server.bus.queries.trajectory_history import Trajectory, read_history
 from turnstream_server.jobs.store_client import store_client
+from turnstream_server.ledger.queries.trajectory_history import Trajectory, read_history
 from turnstream_server.screen import visible
 
 _STYLES: Final = {"prompt": "dim", "sampled": "bold green", "masked": "yellow"}

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from turnstream.errors import InvalidConfigError
 from turnstream.store.client.connection import connect
-from turnstream_server.bus.core.stores import open_store
 from turnstream_server.commands.bases import served_bases
 from turnstream_server.jobs.stack import Service, Stack
+from turnstream_server.ledger.core.stores import open_store
 from turnstream_server.settings import Settings, mask_password
 
 API_KEY: Final = "tml-local"

@@ -35,10 +35,10 @@ from turnstream.errors import (
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import close_run
-from turnstream_server.bus.admin.deletion import delete_run
-from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.embedded import EmbeddedServer, free_port
 from turnstream_server.jobs.stack import Stack
+from turnstream_server.ledger.admin.deletion import delete_run
+from turnstream_server.ledger.core.frontier import read_frontier
 
 CHUNK: Final = 16
 """Damaged runs that are trained at once."""

@@ -25,10 +25,10 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import close_run, create_run
 from turnstream.types import RecoveryToken
-from turnstream_server.bus.core.frontier import Frontier, read_frontier
-from turnstream_server.bus.queries.ledger import LedgerCounts, read_ledger
 from turnstream_server.embedded import EmbeddedServer, free_port
 from turnstream_server.jobs.stack import Service, Stack
+from turnstream_server.ledger.core.frontier import Frontier, read_frontier
+from turnstream_server.ledger.queries.ledger import LedgerCounts, read_ledger
 
 LEASE_S = 1.0
 """Lease of a planner, short so that a successor starts soon."""

@@ -36,8 +36,8 @@ from harness.rig import Rig, config
 from harness.running import InVainError, Stack
 from harness.stored import archive_is_what_was_trained
 from turnstream.store.run.runs import close_run
-from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.embedded import Durability, EmbeddedServer
+from turnstream_server.ledger.core.frontier import read_frontier
 
 RECOVERY_S = 90.0
 """By when a step must be taken after a fault."""

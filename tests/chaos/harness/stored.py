@@ -23,8 +23,8 @@ from turnstream.records.turns import decode_turn
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream_server.batcher.assembly.archive import archive_path
-from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.ledger.core.frontier import read_frontier
 
 
 def lost_with(data_dir: Path, history: History, *, run: str, binary: Path | None) -> list[str]:

@@ -18,7 +18,7 @@ from testkit.datums import as_sent, random_data
 from testkit.sdks import NEWEST, Sdk
 from turnstream.errors import RunNotFoundError
 from turnstream.store.client.connection import connect
-from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.ledger.core.frontier import read_frontier
 from turnstream_server.models.byte_model import write_byte_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.campaign]

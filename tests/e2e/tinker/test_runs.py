@@ -10,7 +10,7 @@ import turnstream
 from testkit.operation_reference import stored_weights
 from testkit.sdks import BASE, Hosting, Sdk
 from turnstream.store.client.connection import connect
-from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.ledger.core.frontier import read_frontier
 
 
 def test_fleet_of_a_run_trains_a_hosted_model(hosting: Hosting, sdk: Callable[..., Sdk]) -> None:

@@ -16,9 +16,9 @@ from turnstream.errors import (
 )
 from turnstream.store.client import keys
 from turnstream.types import TrajectoryState
-from turnstream_server.bus.admin.deletion import delete_run
-from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.embedded import free_port
+from turnstream_server.ledger.admin.deletion import delete_run
+from turnstream_server.ledger.queries.ledger import read_ledger
 
 pytestmark = pytest.mark.redis
 

@@ -19,9 +19,12 @@ from turnstream.store.client import keys
 from turnstream_server.batcher.assembly.archive import archive_path, archive_step
 from turnstream_server.batcher.planner import releaser
 from turnstream_server.batcher.planner.snapshotting import Upkeep
-from turnstream_server.bus.queries.run_snapshot import read_snapshot
-from turnstream_server.bus.queries.trajectory_history import TrajectoryNotFoundError, read_history
 from turnstream_server.jobs.batches import archive_run, read_batch
+from turnstream_server.ledger.queries.run_snapshot import read_snapshot
+from turnstream_server.ledger.queries.trajectory_history import (
+    TrajectoryNotFoundError,
+    read_history,
+)
 
 
 async def train(house, run, *, steps, **batcher):

@@ -11,9 +11,9 @@ from turnstream.store.client import keys
 from turnstream.store.run.credits import credit
 from turnstream.store.run.runs import close_run, pause_run, reopen_run, resume_run
 from turnstream.types import Purpose, TrajectoryState
-from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.queries.ledger import read_ledger
-from turnstream_server.bus.release.compact_records import past_reasons
+from turnstream_server.ledger.core.frontier import read_frontier
+from turnstream_server.ledger.queries.ledger import read_ledger
+from turnstream_server.ledger.release.compact_records import past_reasons
 
 
 @pytest.fixture

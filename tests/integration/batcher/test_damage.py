@@ -11,7 +11,7 @@ from turnstream.records.turns import encode_turn
 from turnstream.store.client import keys
 from turnstream.types import TrajectoryState
 from turnstream_server.batcher.planner.snapshotting import Upkeep
-from turnstream_server.bus.queries.trajectory_history import read_history
+from turnstream_server.ledger.queries.trajectory_history import read_history
 
 
 async def test_group_too_small_after_damage_is_replaced_by_the_next(house):
@@ -75,7 +75,7 @@ async def test_damaged_snapshot_is_reported_and_planned_batches_are_delivered(ho
 async def test_dead_letters_above_the_limit_are_discarded_and_counted(
     house: Any, of_3: Any
 ) -> None:
-    upkeep = Upkeep(fold_ended=1)
+    upkeep = Upkeep(compact_ended=1)
     run = house.create_run(batch_groups=1, max_dead_bytes=0)
     await house.publish(run, of_3("g0"))
     house.damage(run, "g0/1/0")
@@ -117,7 +117,7 @@ async def test_damaged_seal_of_a_trajectory_that_awaits_its_reward_is_dead(
 
 async def test_discarded_dead_letter_does_not_stop_the_next_leader(house: Any) -> None:
     run = house.create_run(batch_groups=1, max_dead_bytes=0)
-    upkeep = Upkeep(fold_ended=1)
+    upkeep = Upkeep(compact_ended=1)
     first = await house.start_batcher(upkeep=upkeep)
     publish_damaged_seal(house, run, lease="1")
     await house.publish(run, group("g1"))

@@ -11,10 +11,10 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run
 from turnstream_server.batcher.planner.snapshotting import Upkeep
-from turnstream_server.bus.admin.deletion import delete_run
-from turnstream_server.bus.admin.forks import fork_run
-from turnstream_server.bus.planning.manifests import read_plan
-from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.ledger.admin.deletion import delete_run
+from turnstream_server.ledger.admin.forks import fork_run
+from turnstream_server.ledger.planning.manifests import read_plan
+from turnstream_server.ledger.queries.ledger import read_ledger
 
 
 def keys_of(url: str, run: str) -> set[str]:
@@ -90,7 +90,7 @@ async def test_leader_of_a_deleted_run_plans_nothing_in_the_next_run(house):
     assert not house.client.exists(keys.run_keys(run).plan, keys.run_keys(run).frontier)
 
 
-SMALL = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2)
+SMALL = Upkeep(snapshot_events=1, snapshot_steps=1, compact_ended=2)
 
 
 @pytest.mark.parametrize(("num_steps", "retained"), [(4, 2), (3, 1)])

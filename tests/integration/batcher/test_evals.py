@@ -14,7 +14,7 @@ from turnstream.store.client import keys
 from turnstream.store.run.evals import eval_results
 from turnstream.types import Group, Purpose, TrajectoryState
 from turnstream_server.batcher.planner.snapshotting import Upkeep
-from turnstream_server.bus.planning.manifests import read_plan
+from turnstream_server.ledger.planning.manifests import read_plan
 
 # Opens an evaluation of two, seals one of them, prints a line, and hangs.
 GENERATOR = """
@@ -148,7 +148,7 @@ async def test_the_evaluation_of_a_killed_generator_ends_with_its_lease(house, s
 
 
 async def test_results_survive_compaction_snapshots_and_a_successor(house):
-    upkeep = Upkeep(snapshot_events=1, fold_ended=1)
+    upkeep = Upkeep(snapshot_events=1, compact_ended=1)
     run = house.create_run()
     first = await house.start_batcher(upkeep=upkeep, lease_s=0.6)
     await house.publish(run, evaluation("e", 1.0, 0.0, version=3))

@@ -15,8 +15,8 @@ from turnstream.store.client.connection import connect_async
 from turnstream.store.run.runs import close_run, create_run, list_runs, reopen_run
 from turnstream.types import RecoveryToken
 from turnstream_server.batcher.serving.registry import RunDiscovery
-from turnstream_server.bus.admin.forks import fork_run
-from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.ledger.admin.forks import fork_run
+from turnstream_server.ledger.core.frontier import read_frontier
 from turnstream_server.loops import background
 
 START = RecoveryToken(lineage="main", step=0, chain_hash="")

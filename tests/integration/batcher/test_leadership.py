@@ -16,9 +16,9 @@ from turnstream.store.client.connection import connect, connect_async
 from turnstream_server.batcher.planner import planner, releaser, timekeeper
 from turnstream_server.batcher.planner.chain import PAGE_MANIFESTS
 from turnstream_server.batcher.planner.renewal import RENEWALS_PER_LEASE, LeadershipKeeper
-from turnstream_server.bus.core.frontier import read_frontier_async
-from turnstream_server.bus.leadership.leader_fields import release_leadership
-from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
+from turnstream_server.ledger.core.frontier import read_frontier_async
+from turnstream_server.ledger.leadership.leader_fields import release_leadership
+from turnstream_server.ledger.leadership.leadership import Term, acquire_leadership
 
 LEASE_S = 0.5
 

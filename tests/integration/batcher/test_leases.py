@@ -16,8 +16,8 @@ from turnstream.store.client import keys
 from turnstream.store.run.tasks import Prompt, add_prompts, read_prompt_counts
 from turnstream.types import TrajectoryState
 from turnstream_server.batcher.planner.snapshotting import Upkeep
-from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.ledger.queries.ledger import read_ledger
 
 TAKEOVER_S = 600.0
 """For so long a generator of a test may stand still and lose nothing."""
@@ -174,7 +174,7 @@ async def test_tasks_of_a_killed_generator_are_granted_again_and_trained_once(
 
 
 PastOf = Callable[[EmbeddedServer], Any]
-SMALL = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2)
+SMALL = Upkeep(snapshot_events=1, snapshot_steps=1, compact_ended=2)
 
 
 def _give_up(url: str, run: str) -> None:

@@ -23,12 +23,12 @@ from turnstream.store.client.trajectory_names import keys_named
 from turnstream.store.run.evals import eval_results
 from turnstream.types import GroupOpened, Purpose, Status
 from turnstream_server.batcher.planner.snapshotting import Upkeep
-from turnstream_server.bus.core.scan import entry_ms, readable_events, server_ms
-from turnstream_server.bus.queries.run_snapshot import read_snapshot
-from turnstream_server.bus.release.compact_records import find_past_step, read_past_batch
 from turnstream_server.jobs.batches import print_batch, read_batch, write_batch
 from turnstream_server.jobs.ledger import print_ledger, read_run_ledger, read_trajectory
 from turnstream_server.jobs.status import read_status
+from turnstream_server.ledger.core.scan import entry_ms, readable_events, server_ms
+from turnstream_server.ledger.queries.run_snapshot import read_snapshot
+from turnstream_server.ledger.release.compact_records import find_past_step, read_past_batch
 from turnstream_server.screen import Screen
 
 EQUAL = (trajectory(sample=0), trajectory(sample=1))
@@ -97,7 +97,7 @@ def judged(name, *accuracies):
 async def test_filtered_group_keeps_the_metric_the_value_and_the_limit(house, is_compacted: bool):
     # Groups with different means count together, also after the ledger was folded.
     run = house.create_run(batch_groups=1, group_filters=(ACCURACY,))
-    upkeep = replace(SMALL, fold_ended=1) if is_compacted else Upkeep()
+    upkeep = replace(SMALL, compact_ended=1) if is_compacted else Upkeep()
     trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
     await trainer.start()
     dropped = judged("low", 0, 0.25), judged("lower", 0, 0), judged("none", None, 0.5)
@@ -203,7 +203,7 @@ async def test_history_of_an_abandoned_trajectory_has_the_reason(house, is_compa
     run = house.create_run(batch_groups=1)
     await abandon(house, run, "no answer to 8f3a1b2c77d0e1f2 in 30 s")
     if is_compacted:
-        await house.start_batcher(upkeep=replace(SMALL, fold_ended=1))
+        await house.start_batcher(upkeep=replace(SMALL, compact_ended=1))
         ended = keys.run_keys(run).ended
         await wait_until_async(lambda: house.client.hlen(ended) == 1, describe="the compact record")
 
@@ -267,7 +267,7 @@ READ += ("ended", "reasons", "times", "observers", "clock", "letters", "rewards"
 async def worn_run(house: Any) -> str:
     """A run with trajectories in every place that the ledger reads; its batcher has stopped."""
     run = house.create_run(batch_groups=1, max_staleness=9, retain_checkpoints=1)
-    trainer = await house.start_trainer(run, upkeep=replace(SMALL, fold_ended=2))
+    trainer = await house.start_trainer(run, upkeep=replace(SMALL, compact_ended=2))
     await house.publish(run, *(group(f"g{step}") for step in range(1, 5)))
     await trainer.train(1, 2, 3)
     await trainer.get(4)

@@ -21,10 +21,10 @@ from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import DeadlineFired, Event, Group, Purpose
 from turnstream_server.batcher.planner import parking
 from turnstream_server.batcher.serving.registry import RunDiscovery
-from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.planning.replans import request_replan
-from turnstream_server.bus.queries.run_snapshot import read_snapshot
-from turnstream_server.bus.sessions.observers import declare_observer
+from turnstream_server.ledger.core.frontier import read_frontier
+from turnstream_server.ledger.planning.replans import request_replan
+from turnstream_server.ledger.queries.run_snapshot import read_snapshot
+from turnstream_server.ledger.sessions.observers import declare_observer
 
 LEASE_S = 0.5
 PARK_AFTER_S = 0.1

@@ -18,10 +18,10 @@ from turnstream.types import BatchDue, Group, TrajectoryKey, TrajectoryState
 from turnstream_server.batcher.planner import chain
 from turnstream_server.batcher.planner.decisions import DecisionWriter
 from turnstream_server.batcher.planner.snapshotting import Upkeep
-from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.leadership.leadership import Term, acquire_leadership
-from turnstream_server.bus.planning.manifests import read_plan
-from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.ledger.core.frontier import read_frontier
+from turnstream_server.ledger.leadership.leadership import Term, acquire_leadership
+from turnstream_server.ledger.planning.manifests import read_plan
+from turnstream_server.ledger.queries.ledger import read_ledger
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])

@@ -15,8 +15,8 @@ from turnstream.records.framing import EVENT, write_frame
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.types import ConfigRevised, GroupOpened
-from turnstream_server.bus.admin.dead_letters import read_dead_letters
 from turnstream_server.jobs.dead_letters import list_dead_letters, print_dead_letters
+from turnstream_server.ledger.admin.dead_letters import read_dead_letters
 
 SEAL = encode_event(sealed("elsewhere"))
 UNREADABLE: dict[str, Mapping[str, bytes]] = {

@@ -37,7 +37,7 @@ from turnstream.types import (
 )
 from turnstream_server.batcher.planner import chain
 from turnstream_server.batcher.planner.snapshotting import Upkeep
-from turnstream_server.bus.planning.manifests import read_plan
+from turnstream_server.ledger.planning.manifests import read_plan
 
 KEY = TrajectoryKey("elsewhere", 1)
 EVENTS: list[Event] = [

@@ -14,17 +14,17 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
 from turnstream_server.batcher.planner import releaser, snapshotting
 from turnstream_server.batcher.planner.snapshotting import Upkeep
-from turnstream_server.bus.queries.ledger import read_budget
-from turnstream_server.bus.release.release import read_release_state
 from turnstream_server.jobs.batches import read_batch, write_batch
 from turnstream_server.jobs.ledger import read_run_ledger, read_trajectory
+from turnstream_server.ledger.queries.ledger import read_budget
+from turnstream_server.ledger.release.release import read_release_state
 
 EQUAL = (trajectory(sample=0), trajectory(sample=1))
-SMALL = Upkeep(snapshot_events=1, snapshot_steps=1, fold_ended=2)
+SMALL = Upkeep(snapshot_events=1, snapshot_steps=1, compact_ended=2)
 HISTORY_FACTS = ("state", "reason", "step")
 ACTS = (
-    *("advance_watermark", "release_payload", "release_bytes", "fold_batch", "finish_batch"),
-    *("fold_ended", "save_snapshot", "trim_events"),
+    *("advance_watermark", "release_payload", "release_bytes", "compact_batch", "finish_batch"),
+    *("compact_ended", "save_snapshot", "trim_events"),
 )
 
 
@@ -161,7 +161,7 @@ async def test_release_resumes_wherever_a_leader_was_killed(house, start_batcher
     tokens = await trainer.train(*range(1, 5), commits=False)
     await first.stop()
 
-    options = {"snapshot_events": 1, "snapshot_steps": 1, "fold_ended": 2}
+    options = {"snapshot_events": 1, "snapshot_steps": 1, "compact_ended": 2}
     doomed = start_batcher_process(f"{act}.before", upkeep=options)
     address = await asyncio.to_thread(doomed.stdout.readline)
     committing = asyncio.create_task(_commit_all(house.trainer(address.strip(), run)))

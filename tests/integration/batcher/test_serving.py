@@ -22,10 +22,10 @@ from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.serving import calls
 from turnstream_server.batcher.serving.servicer import BatchesServicer
-from turnstream_server.bus.core.frontier import read_frontier_async
-from turnstream_server.bus.queries.trajectory_history import read_history
-from turnstream_server.bus.sessions.observers import declare_observer
-from turnstream_server.bus.sessions.sessions import newest_version
+from turnstream_server.ledger.core.frontier import read_frontier_async
+from turnstream_server.ledger.queries.trajectory_history import read_history
+from turnstream_server.ledger.sessions.observers import declare_observer
+from turnstream_server.ledger.sessions.sessions import newest_version
 
 
 class SlowClient:

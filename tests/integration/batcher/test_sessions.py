@@ -16,7 +16,7 @@ from turnstream.errors import (
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import newest_version
-from turnstream_server.bus.core.frontier import Rollback, read_frontier
+from turnstream_server.ledger.core.frontier import Rollback, read_frontier
 
 
 async def test_an_old_session_can_neither_get_nor_acknowledge(house):

@@ -12,8 +12,8 @@ import pytest
 from testkit import group, trajectory
 from turnstream.errors import ConflictError
 from turnstream.generator import Publisher
-from turnstream_server.bus.admin.dead_letters import DeadLetterNotFoundError
-from turnstream_server.bus.queries.trajectory_history import TrajectoryNotFoundError
+from turnstream_server.ledger.admin.dead_letters import DeadLetterNotFoundError
+from turnstream_server.ledger.queries.trajectory_history import TrajectoryNotFoundError
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -17,8 +17,8 @@ from turnstream.batching.config import GroupFilter
 from turnstream.store.client import keys
 from turnstream.store.run.configs import read_revisions
 from turnstream_server import cli
-from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.ledger.core.frontier import read_frontier
 
 pytestmark = pytest.mark.redis
 

@@ -15,7 +15,7 @@ from turnstream.store.client.connection import connect
 from turnstream.store.client.scripts import run_command
 from turnstream.store.run.evals import eval_results
 from turnstream.store.run.runs import pause_run
-from turnstream_server.bus.admin.dead_letters import read_dead_letters
+from turnstream_server.ledger.admin.dead_letters import read_dead_letters
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -32,8 +32,8 @@ from turnstream.store.run.evals import eval_results
 from turnstream.store.run.tasks import read_prompt_counts
 from turnstream.types import RecoveryToken, TrajectoryKey, TrajectoryState
 from turnstream_server.batcher.planner.releaser import LONGEST_PAUSE_S
-from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.ledger.core.frontier import read_frontier
+from turnstream_server.ledger.queries.ledger import read_ledger
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.spec import SmallModelSpec
 

@@ -16,8 +16,8 @@ import turnstream
 from testkit import wait_until
 from testkit.stores import client_of
 from turnstream.types import TrajectoryState
-from turnstream_server.bus.core.frontier import Frontier, read_frontier
-from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.ledger.core.frontier import Frontier, read_frontier
+from turnstream_server.ledger.queries.ledger import read_ledger
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]
 

@@ -32,12 +32,12 @@ from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import close_run, create_run, reopen_run
 from turnstream.types import Group, TrajectoryState
 from turnstream.worker import BatchStream
-from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.commands.contents import ForwardBackwardRun, LoadWeights
 from turnstream_server.commands.results import TrainingOutput
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.engine.hosted_base import EngineSettings, HostedBase, LoadedModel, write
+from turnstream_server.ledger.core.frontier import read_frontier
+from turnstream_server.ledger.queries.ledger import read_ledger
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective

@@ -17,7 +17,7 @@ from turnstream.errors import (
 from turnstream.generator import Publisher
 from turnstream.generator.encode.encoder import TurnRecord
 from turnstream.types import GroupOpened, RunClosed, SealedTrajectory, TrajectoryKey
-from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.ledger.queries.ledger import read_ledger
 
 pytestmark = pytest.mark.redis
 

@@ -17,8 +17,8 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
 from turnstream.store.run.rewards import RewardOutcome
 from turnstream.types import TrajectoryKey
-from turnstream_server.bus.release.release import release_payload
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.ledger.release.release import release_payload
 
 pytestmark = pytest.mark.redis
 

@@ -18,7 +18,7 @@ from turnstream.generator import Prompt, Publisher, add_prompts
 from turnstream.store.client import keys
 from turnstream.store.run.runs import create_run
 from turnstream.types import TrajectoryKey
-from turnstream_server.bus.admin.deletion import delete_run
+from turnstream_server.ledger.admin.deletion import delete_run
 
 pytestmark = pytest.mark.redis
 

@@ -37,13 +37,13 @@ from turnstream.types import (
     VersionAnnounced,
 )
 from turnstream.types.names import RunId
-from turnstream_server.bus.queries.ledger import read_ledger
-from turnstream_server.bus.sessions.sessions import announce_version, start_session
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.generators import live
 from turnstream_server.generators.config import LiveGeneratorConfig
 from turnstream_server.generators.guessing import VOCAB_SIZE, Episode, step
 from turnstream_server.generators.live import NewestPolicy, generate
+from turnstream_server.ledger.queries.ledger import read_ledger
+from turnstream_server.ledger.sessions.sessions import announce_version, start_session
 from turnstream_server.models.policy import load_policy, save_policy
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.trainer.config import TrainerConfig

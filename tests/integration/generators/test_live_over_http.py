@@ -18,11 +18,11 @@ from testkit.gateway_thread import GatewayThread
 from turnstream.store.client.connection import connect_async
 from turnstream.store.run.runs import close_run
 from turnstream.types import TrajectoryState, VersionAnnounced
-from turnstream_server.bus.queries.ledger import read_ledger
-from turnstream_server.bus.sessions.sessions import announce_version, start_session
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.generators.guessing import VOCAB_SIZE
 from turnstream_server.keys.store import create_key
+from turnstream_server.ledger.queries.ledger import read_ledger
+from turnstream_server.ledger.sessions.sessions import announce_version, start_session
 from turnstream_server.models.policy import load_policy, save_policy
 from turnstream_server.models.spec import SmallModelSpec
 

@@ -36,8 +36,8 @@ from turnstream.records.configs import encode_config
 from turnstream.store.client import keys
 from turnstream.types import TrajectoryKey
 from turnstream.wire.v1 import calls_pb2 as wire
-from turnstream_server.bus.admin.deletion import delete_run
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.ledger.admin.deletion import delete_run
 
 pytestmark = pytest.mark.redis
 

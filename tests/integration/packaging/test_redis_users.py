@@ -27,7 +27,7 @@ USERS: Final = ("batcher", "engine", "gateway", "generator", "operator", "sample
 
 STORE: Final = "clients/python/src/turnstream/store"
 KEYS: Final = "services/turnstream_server/keys"
-BUS: Final = "services/turnstream_server/bus"
+BUS: Final = "services/turnstream_server/ledger"
 PUBLISHING: Final = ("clients/python/src/turnstream/generator/outbox", f"{STORE}/run")
 SCRIPTS: Final = {
     "generator": (*PUBLISHING, f"{STORE}/waits"),

@@ -22,10 +22,10 @@ from turnstream.store.client.connection import connect
 from turnstream.store.run.rewards import post_reward
 from turnstream.store.run.runs import close_run, reopen_run
 from turnstream.types import TrajectoryKey
-from turnstream_server.bus.admin.deletion import delete_run
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway.rest.runs import events as events_routes
 from turnstream_server.keys.store import create_key, revoke_key
+from turnstream_server.ledger.admin.deletion import delete_run
 
 _numbers = itertools.count(1)
 

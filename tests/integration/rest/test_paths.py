@@ -21,9 +21,9 @@ from turnstream.errors import RejectedError
 from turnstream.http.problems import error_of
 from turnstream.http.wire_version import HEADER, WIRE_VERSION
 from turnstream.store.run.runs import create_run
-from turnstream_server.bus.admin.deletion import delete_run
 from turnstream_server.gateway import parsers
 from turnstream_server.gateway.rest import bodies
+from turnstream_server.ledger.admin.deletion import delete_run
 
 
 @pytest.fixture

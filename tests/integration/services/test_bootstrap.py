@@ -20,8 +20,8 @@ from turnstream.store.client.scripts import run_command
 from turnstream.store.run.batchers import register_command
 from turnstream.store.run.runs import create_run
 from turnstream_server import bootstrap
-from turnstream_server.bus.core import stores
 from turnstream_server.embedded import EmbeddedServer, free_port
+from turnstream_server.ledger.core import stores
 
 pytestmark = pytest.mark.redis
 

@@ -12,7 +12,7 @@ import turnstream
 from testkit.compose import LocalStack
 from turnstream.errors import StoreUnavailableError
 from turnstream_server import bootstrap
-from turnstream_server.bus.core.stores import open_store
+from turnstream_server.ledger.core.stores import open_store
 from turnstream_server.settings import Settings
 
 pytestmark = pytest.mark.redis

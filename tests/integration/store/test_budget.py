@@ -13,8 +13,8 @@ from turnstream.errors import GroupTooLargeError, RejectedError
 from turnstream.store.client.fullness import FIRST_ESTIMATE
 from turnstream.store.client.scripts import run_command
 from turnstream.store.run.budget import FIRST_BYTES, reserve_command, settled_lease
-from turnstream_server.bus.queries.ledger import read_budget
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.ledger.queries.ledger import read_budget
 
 pytestmark = pytest.mark.redis
 

@@ -22,7 +22,7 @@ from turnstream.records.configs import encode_config
 from turnstream.store.run.budget import settled_lease
 from turnstream.store.run.configs import revise_config
 from turnstream.store.run.tasks import Prompt, add_prompts
-from turnstream_server.bus.queries.ledger import read_budget
+from turnstream_server.ledger.queries.ledger import read_budget
 
 pytestmark = pytest.mark.redis
 

@@ -15,10 +15,10 @@ from turnstream.store.client import keys
 from turnstream.store.run.runs import close_run
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.batcher.serving import run_metrics
-from turnstream_server.bus.planning.manifests import read_plan
-from turnstream_server.bus.queries.batch_numbers import numbers_of
-from turnstream_server.bus.queries.run_snapshot import read_snapshot
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.ledger.planning.manifests import read_plan
+from turnstream_server.ledger.queries.batch_numbers import numbers_of
+from turnstream_server.ledger.queries.run_snapshot import read_snapshot
 
 PREFIX = "turnstream_batcher_"
 

@@ -18,8 +18,8 @@ from testkit.batchers import BatcherThread
 from testkit.stores import client_of
 from turnstream.types import Group, MiniBatch, TrajectoryState
 from turnstream.worker.layouts import packed_to_torch
-from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.ledger.queries.ledger import read_ledger
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

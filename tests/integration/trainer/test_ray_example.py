@@ -26,9 +26,9 @@ from testkit.training import make_model
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import newest_version
 from turnstream.types import Group, RecoveryToken, TrajectoryState
-from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.queries.ledger import read_ledger
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.ledger.core.frontier import read_frontier
+from turnstream_server.ledger.queries.ledger import read_ledger
 from turnstream_server.models.policy import save_policy
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc, pytest.mark.e2e]

@@ -15,7 +15,7 @@ from turnstream.errors import InvalidConfigError, RejectedError
 from turnstream.store.client.connection import connect
 from turnstream.types import TrajectoryState
 from turnstream.worker.steps import epoch_order
-from turnstream_server.bus.queries.ledger import read_ledger
+from turnstream_server.ledger.queries.ledger import read_ledger
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -25,8 +25,8 @@ from turnstream.store.run.runs import create_run, newest_version
 from turnstream.types import Turn
 from turnstream.worker import BatchStream, ObserverStream
 from turnstream.worker._replicas import KEEPALIVE_EVERY_S, KEEPALIVE_WITHIN_S
-from turnstream_server.bus.core.frontier import Frontier, read_frontier
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.ledger.core.frontier import Frontier, read_frontier
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]
 

@@ -21,8 +21,8 @@ from turnstream.errors import (
 from turnstream.generator import Publisher
 from turnstream.store.run.runs import create_run
 from turnstream.worker import BatchStream, _prefetch
-from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.ledger.core.frontier import read_frontier
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]
 

@@ -22,7 +22,7 @@ from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.run.runs import close_run
 from turnstream.worker import BatchStream, ObserverStream
-from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.ledger.core.frontier import read_frontier
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]
 

@@ -22,9 +22,9 @@ from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.run.runs import create_run
 from turnstream.worker import BatchStream, ObserverStream
-from turnstream_server.bus.admin.deletion import delete_run
-from turnstream_server.bus.core.frontier import read_frontier
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.ledger.admin.deletion import delete_run
+from turnstream_server.ledger.core.frontier import read_frontier
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]
 

@@ -27,8 +27,8 @@ from turnstream.store.client.connection import connect
 from turnstream.store.client.scripts import run_command
 from turnstream.store.run.batchers import list_batchers, register_command
 from turnstream.types import RecoveryToken
-from turnstream_server.bus.admin.deletion import delete_run
-from turnstream_server.bus.core.frontier import read_frontier
+from turnstream_server.ledger.admin.deletion import delete_run
+from turnstream_server.ledger.core.frontier import read_frontier
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

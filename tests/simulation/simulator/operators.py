@@ -23,8 +23,8 @@ from turnstream.store.client import keys
 from turnstream.store.run.configs import revise_config
 from turnstream.store.run.runs import close_run, pause_run, reopen_run, resume_run
 from turnstream.types import Leftover
-from turnstream_server.bus.core.frontier import read_frontier_async
-from turnstream_server.bus.sessions.observers import declare_observer, note_observed
+from turnstream_server.ledger.core.frontier import read_frontier_async
+from turnstream_server.ledger.sessions.observers import declare_observer, note_observed
 
 _LONGEST_PAUSE_S = 0.4
 _LONGEST_REST_S = 0.8

@@ -21,7 +21,7 @@ from turnstream.generator.transport import redis_transport, sender
 from turnstream.store.client.trajectory_names import keys_named
 from turnstream_server.batcher.assembly import payload
 from turnstream_server.batcher.planner import renewal, timekeeper
-from turnstream_server.bus.core import server_instance
+from turnstream_server.ledger.core import server_instance
 
 _LOOKS = 6
 """Per lease and per deadline: half of what they are, and enough to find the clock steady."""

@@ -106,7 +106,7 @@ def draw_run(rng: random.Random, *, is_long: bool) -> SharedState:
         upkeep=Upkeep(
             snapshot_events=rng.choice((8, 20, 1000)),
             snapshot_steps=rng.choice((1, 2, 64)),
-            fold_ended=rng.choice((1, 3, 250)),
+            compact_ended=rng.choice((1, 3, 250)),
         ),
         leader_lease_s=pace * rng.choice((1.0, 2.0)),
         park_after_s=pace / 2,

@@ -14,7 +14,7 @@ from turnstream_server.batcher.planner.parking import ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.renewal import RENEWALS_PER_LEASE, LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.bus.core.frontier import read_frontier_async
+from turnstream_server.ledger.core.frontier import read_frontier_async
 
 _HANGS = 0.5
 _HANGS_LEASES = 5

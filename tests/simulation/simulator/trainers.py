@@ -29,9 +29,9 @@ from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.listener import RunListener
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.serving.get import admit
-from turnstream_server.bus.core.frontier import read_frontier_async
-from turnstream_server.bus.planning.trajectories import note_damage
-from turnstream_server.bus.sessions.sessions import (
+from turnstream_server.ledger.core.frontier import read_frontier_async
+from turnstream_server.ledger.planning.trajectories import note_damage
+from turnstream_server.ledger.sessions.sessions import (
     TrainerSession,
     acknowledge_committed,
     acknowledge_stepped,

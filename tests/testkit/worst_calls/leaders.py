@@ -23,36 +23,36 @@ from turnstream.store.client.scripts import Command
 from turnstream.store.client.stored_values import StoredHash
 from turnstream.store.run import clock
 from turnstream_server.batcher.planner.replanning import MAX_WITHDRAWN
-from turnstream_server.bus.core.scan import PAGE_BYTES, PAGE_EVENTS
-from turnstream_server.bus.leadership.leader_fields import ParkFacts, park
-from turnstream_server.bus.leadership.leadership import Position, Term
-from turnstream_server.bus.leadership.snapshots import TRIM_SLICE, trim
-from turnstream_server.bus.leadership.writes import Changes, write_command
-from turnstream_server.bus.planning.dead_writes import (
+from turnstream_server.ledger.core.scan import PAGE_BYTES, PAGE_EVENTS
+from turnstream_server.ledger.leadership.leader_fields import ParkFacts, park
+from turnstream_server.ledger.leadership.leadership import Position, Term
+from turnstream_server.ledger.leadership.snapshots import TRIM_SLICE, trim
+from turnstream_server.ledger.leadership.writes import Changes, write_command
+from turnstream_server.ledger.planning.dead_writes import (
     MAX_KEPT_EVENTS,
     Rejection,
     RejectionFacts,
     reject,
 )
-from turnstream_server.bus.planning.deadlines import DEADLINES_PER_CALL, fire_orphaned, limit
-from turnstream_server.bus.planning.ending import Attempt
-from turnstream_server.bus.planning.plan_writes import GROUP_WEIGHT, StepFacts, commit, mark
-from turnstream_server.bus.planning.plan_writes import SLICE as PLAN_SLICE
-from turnstream_server.bus.planning.replans import Withdrawal, WithdrawalFacts, withdraw
-from turnstream_server.bus.planning.settling import SLICE as END_SLICE
-from turnstream_server.bus.planning.settling import GroupState, settle, settle_evaluation
-from turnstream_server.bus.planning.trajectories import REJECT_SLICE
-from turnstream_server.bus.release.ended_writes import EndedFacts, replace_ended
-from turnstream_server.bus.release.release import FOLD_SLICE, GROUP_SLICE
-from turnstream_server.bus.release.release_writes import (
+from turnstream_server.ledger.planning.deadlines import DEADLINES_PER_CALL, fire_orphaned, limit
+from turnstream_server.ledger.planning.ending import Attempt
+from turnstream_server.ledger.planning.plan_writes import GROUP_WEIGHT, StepFacts, commit, mark
+from turnstream_server.ledger.planning.plan_writes import SLICE as PLAN_SLICE
+from turnstream_server.ledger.planning.replans import Withdrawal, WithdrawalFacts, withdraw
+from turnstream_server.ledger.planning.settling import SLICE as END_SLICE
+from turnstream_server.ledger.planning.settling import GroupState, settle, settle_evaluation
+from turnstream_server.ledger.planning.trajectories import REJECT_SLICE
+from turnstream_server.ledger.release.ended_writes import EndedFacts, replace_ended
+from turnstream_server.ledger.release.release import COMPACT_SLICE, GROUP_SLICE
+from turnstream_server.ledger.release.release_writes import (
     FoldedFacts,
     Part,
     WatermarkFacts,
     advance,
+    compact,
     finish,
-    fold,
 )
-from turnstream_server.bus.sessions.observers import MOST_OBSERVERS, expire
+from turnstream_server.ledger.sessions.observers import MOST_OBSERVERS, expire
 
 WORST: Final[dict[str, Build]] = {}
 
@@ -165,7 +165,7 @@ def folded(store: LimitStore, names: list[str], *, are_groups: bool) -> Changes 
     store.fill(store.keys.over, ((f"{number:03x}", BUCKET) for number in range(4096)))
     store.fill(store.keys.groups if are_groups else store.keys.ledger, ((n, entry) for n in names))
     store.fill(store.keys.frontier, [("released", 1)])
-    return fold(Part(1, names, are_groups), [entry] * len(names), released=b"1")
+    return compact(Part(1, names, are_groups), [entry] * len(names), released=b"1")
 
 
 def folded_groups(store: LimitStore) -> Changes | None:
@@ -175,12 +175,12 @@ def folded_groups(store: LimitStore) -> Changes | None:
 
 def folded_trajectories(store: LimitStore) -> Changes | None:
     """The most trajectories of one call."""
-    return folded(store, ids_of(FOLD_SLICE), are_groups=False)
+    return folded(store, ids_of(COMPACT_SLICE), are_groups=False)
 
 
 def ended(store: LimitStore) -> Changes | None:
     """The most trajectories of one record, each with a reason and a group of its own."""
-    groups = groups_of(FOLD_SLICE)
+    groups = groups_of(COMPACT_SLICE)
     entries = {f"{each}/0/0": f"expired:{each}".encode() for each in groups}
     store.fill(store.keys.over, ((f"{number:03x}", BUCKET) for number in range(4096)))
     store.fill(store.keys.groups, ((each, "1:expired") for each in groups))
@@ -277,7 +277,7 @@ def leader_write(store: LimitStore) -> list[Command]:
 @worst(WORST)
 def release_bytes(store: LimitStore) -> list[Command]:
     """The most trajectories of one call."""
-    ids = ids_of(FOLD_SLICE)
+    ids = ids_of(COMPACT_SLICE)
     opened(store, ids)
     return [store.call("release_bytes", *ids)]
 

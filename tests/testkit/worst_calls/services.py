@@ -10,13 +10,13 @@ from testkit.worst_calls.store import NAME, Build, LimitStore, worst
 from turnstream.store.client.keys import incarnation_key, run_keys
 from turnstream.store.client.scripts import Command
 from turnstream_server.batcher.serving.requests import MAX_DP_WORLD_SIZE
-from turnstream_server.bus.admin.forks import MAX_VERSIONS
-from turnstream_server.bus.sessions.observers import (
+from turnstream_server.commands.log import MAX_AHEAD, MAX_SHARED, MAX_SHARED_BYTES
+from turnstream_server.ledger.admin.forks import MAX_VERSIONS
+from turnstream_server.ledger.sessions.observers import (
     MOST_FORGOTTEN,
     MOST_OBSERVERS,
     MOST_OF_OWNER,
 )
-from turnstream_server.commands.log import MAX_AHEAD, MAX_SHARED, MAX_SHARED_BYTES
 
 WORST: Final[dict[str, Build]] = {}
 

@@ -10,15 +10,15 @@ from typing import Any, Final, cast
 
 import redis
 
-import turnstream_server.bus
+import turnstream_server.ledger
 from testkit.run_driver import RunCommands
 from testkit.scripts import script
 from turnstream.batching.config import BatchingConfig
 from turnstream.store.client.run_ids import find_run
 from turnstream.store.client.scripts import Argument, Command
 from turnstream.store.run.runs import create_run
-from turnstream_server.bus.core.run_script import RunScript
-from turnstream_server.bus.leadership.leadership import LeaderScript, Term
+from turnstream_server.ledger.core.run_script import RunScript
+from turnstream_server.ledger.leadership.leadership import LeaderScript, Term
 
 NAME: Final = "n" * 500
 """About the longest name of a group, a writer or an observer."""
@@ -65,8 +65,8 @@ class LimitStore:
             self.client.execute_command("ZADD", key, *words)
 
     def call(self, name: str, *args: Argument) -> Command:
-        """Return the call of a script of the run: one of the bus with its keys, and its epoch."""
-        found = _bus_scripts()[name]
+        """Return the call of a script of the run: of the ledger with its keys, and its epoch."""
+        found = _ledger_scripts()[name]
         if isinstance(found, LeaderScript):
             return found(Term(cast(Any, None), self.run, 1), *args)
         return found(self.run, *args)
@@ -107,9 +107,9 @@ def groups_of(count: int) -> list[str]:
 
 
 @functools.cache
-def _bus_scripts() -> Mapping[str, RunScript | LeaderScript]:
-    path = turnstream_server.bus.__path__
-    modules = pkgutil.walk_packages(path, prefix="turnstream_server.bus.")
+def _ledger_scripts() -> Mapping[str, RunScript | LeaderScript]:
+    path = turnstream_server.ledger.__path__
+    modules = pkgutil.walk_packages(path, prefix="turnstream_server.ledger.")
     values = (each for module in modules for each in _values_of(module.name))
     return {each.name: each for each in values if isinstance(each, RunScript | LeaderScript)}
 

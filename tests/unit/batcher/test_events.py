@@ -19,8 +19,8 @@ from turnstream.records.framing import EVENT, write_frame
 from turnstream.types import GroupOpened, RewardPosted, RunClosed, TrajectoryKey
 from turnstream.wire.v1 import records_pb2 as wire
 from turnstream_server.batcher.planner.decisions import UnreadableEvent, read_entry
-from turnstream_server.bus.core.scan import EventEntry
-from turnstream_server.bus.planning.manifests import encode_for_store
+from turnstream_server.ledger.core.scan import EventEntry
+from turnstream_server.ledger.planning.manifests import encode_for_store
 
 SEAL = sealed("g", sample=1)
 KEY = TrajectoryKey("g", sample=1)

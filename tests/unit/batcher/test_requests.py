@@ -14,7 +14,7 @@ from turnstream_server.batcher.serving.get import (
     data_messages,
 )
 from turnstream_server.batcher.serving.requests import parse_token
-from turnstream_server.bus.core.frontier import Frontier
+from turnstream_server.ledger.core.frontier import Frontier
 
 WITHDRAWN = Frontier(
     planned=2,

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from testkit import manifest, sealed, shape
 from testkit.summaries import make_summary
-from turnstream_server.bus.queries.batch_numbers import numbers_of
 from turnstream_server.jobs.summary import Summary, reward_tenths, summary_table
+from turnstream_server.ledger.queries.batch_numbers import numbers_of
 
 TURNS = (
     shape(new_prompt=10, response=5),

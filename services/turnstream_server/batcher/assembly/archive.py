@@ -22,8 +22,8 @@ from turnstream.types import SealedTrajectory
 from turnstream.types.names import file_name
 from turnstream_server.batcher.assembly.assembler import assemble_batch, read_planned_batch
 from turnstream_server.batcher.assembly.shares import PlannedBatch
-from turnstream_server.bus.planning.trajectories import read_seals
 from turnstream_server.failpoints import reach
+from turnstream_server.ledger.planning.trajectories import read_seals
 
 ROW_GROUP_ROWS: Final = 4_096
 """Rows that a reader unpacks at once; with tens of thousands of tokens a row that is hundreds of

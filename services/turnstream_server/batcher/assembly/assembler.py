@@ -35,8 +35,8 @@ from turnstream_server.batcher.assembly.shares import (
     encode_share,
     num_bytes_of,
 )
-from turnstream_server.bus.core.frontier import not_retained, read_frontier
-from turnstream_server.bus.planning.manifests import read_plan
+from turnstream_server.ledger.core.frontier import not_retained, read_frontier
+from turnstream_server.ledger.planning.manifests import read_plan
 from turnstream_server.telemetry.instruments import histogram
 from turnstream_server.telemetry.tracing import span
 

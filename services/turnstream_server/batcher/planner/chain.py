@@ -21,15 +21,15 @@ from turnstream.store.run.configs import Revisions
 from turnstream.types import ConfigRevised
 from turnstream_server.batcher.assembly.payload import Damage, UnplannableError
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.bus.leadership.leadership import Term
-from turnstream_server.bus.planning.announcements import announce_revision, read_revisions_async
-from turnstream_server.bus.planning.manifests import (
+from turnstream_server.failpoints import reach
+from turnstream_server.ledger.leadership.leadership import Term
+from turnstream_server.ledger.planning.announcements import announce_revision, read_revisions_async
+from turnstream_server.ledger.planning.manifests import (
     StoredManifest,
     encode_for_store,
     read_manifests,
     write_manifest,
 )
-from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
 

@@ -26,13 +26,13 @@ from turnstream.records.events import check_key, decode_event
 from turnstream.store.client import keys
 from turnstream.types import Event, RewardPosted, SealedTrajectory, TrajectoryDied, TrajectoryKey
 from turnstream_server.batcher.assembly.payload import Damage
-from turnstream_server.bus.core.scan import EventEntry
-from turnstream_server.bus.leadership.leadership import Term
-from turnstream_server.bus.planning import trajectories
-from turnstream_server.bus.planning.dead_writes import Rejection
-from turnstream_server.bus.planning.groups import Settlement, grant_refill, settle_groups
-from turnstream_server.bus.release.release import compact_groups
 from turnstream_server.failpoints import reach
+from turnstream_server.ledger.core.scan import EventEntry
+from turnstream_server.ledger.leadership.leadership import Term
+from turnstream_server.ledger.planning import trajectories
+from turnstream_server.ledger.planning.dead_writes import Rejection
+from turnstream_server.ledger.planning.groups import Settlement, grant_refill, settle_groups
+from turnstream_server.ledger.release.release import compact_groups
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from turnstream_server.bus.core.scan import EventEntry
+from turnstream_server.ledger.core.scan import EventEntry
 
-FOLD_SLICE: Final = 100
+COMPACT_SLICE: Final = 100
 """Weight of the events that are folded before the event loop runs other tasks: about 2 ms."""
 
 BYTES_PER_WEIGHT: Final = 300
@@ -23,6 +23,6 @@ class LoopShare:
     async def after(self, entry: EventEntry) -> None:
         """Count an event; yield to the event loop at the end of a slice."""
         self._weight += 1 + len(entry.record) / BYTES_PER_WEIGHT
-        if self._weight >= FOLD_SLICE:
+        if self._weight >= COMPACT_SLICE:
             self._weight = 0.0
             await asyncio.sleep(0)

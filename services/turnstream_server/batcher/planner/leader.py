@@ -32,11 +32,11 @@ from turnstream_server.batcher.planner.listener import RunListener
 from turnstream_server.batcher.planner.replanning import answer_replan
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import PlannerSnapshots, Upkeep
-from turnstream_server.bus.core.scan import PAGE_EVENTS, EventEntry
-from turnstream_server.bus.leadership.leadership import Position, Term
-from turnstream_server.bus.planning.announcements import announce_due, finish_run
-from turnstream_server.bus.planning.manifests import StoredManifest, finish_marking
 from turnstream_server.failpoints import reach
+from turnstream_server.ledger.core.scan import PAGE_EVENTS, EventEntry
+from turnstream_server.ledger.leadership.leadership import Position, Term
+from turnstream_server.ledger.planning.announcements import announce_due, finish_run
+from turnstream_server.ledger.planning.manifests import StoredManifest, finish_marking
 from turnstream_server.telemetry.instruments import histogram
 from turnstream_server.telemetry.tracing import span
 

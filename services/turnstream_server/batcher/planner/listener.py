@@ -10,7 +10,7 @@ import redis.asyncio
 from turnstream.store.client import keys
 from turnstream.store.client.connection import MAX_BLOCK_S
 from turnstream.store.client.replies import translating
-from turnstream_server.bus.core.scan import EventEntry, event_entry, read_events_async
+from turnstream_server.ledger.core.scan import EventEntry, event_entry, read_events_async
 
 WAKE_EVENTS: Final = 8
 """Events in the reply of a read that waits, at most: only then their bytes are not bounded."""

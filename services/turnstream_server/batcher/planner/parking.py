@@ -16,7 +16,7 @@ from turnstream.errors import UnavailableError
 from turnstream.store.client import keys
 from turnstream.store.client.connection import MAX_BLOCK_S
 from turnstream_server.batcher.planner.listener import wait_for_entries
-from turnstream_server.bus.leadership.leadership import Position
+from turnstream_server.ledger.leadership.leadership import Position
 from turnstream_server.loops import first_of, repeat
 
 logger = logging.getLogger(__name__)

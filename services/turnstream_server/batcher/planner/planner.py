@@ -22,20 +22,20 @@ from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.batcher.planner.timekeeper import Timekeeper
-from turnstream_server.bus.core.server_instance import PinnedClient
-from turnstream_server.bus.leadership.leader_fields import (
+from turnstream_server.failpoints import reach
+from turnstream_server.ledger.core.server_instance import PinnedClient
+from turnstream_server.ledger.leadership.leader_fields import (
     note_trouble,
     park_leadership,
     release_leadership,
 )
-from turnstream_server.bus.leadership.leadership import (
+from turnstream_server.ledger.leadership.leadership import (
     Leadership,
     Position,
     Term,
     acquire_leadership,
 )
-from turnstream_server.bus.planning.announcements import read_revisions_async
-from turnstream_server.failpoints import reach
+from turnstream_server.ledger.planning.announcements import read_revisions_async
 from turnstream_server.loops import first_of
 
 logger = logging.getLogger(__name__)

@@ -23,24 +23,24 @@ from turnstream.records.compact import compact_batch, encode_batch, encode_ends
 from turnstream.store.client import keys
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import Upkeep
-from turnstream_server.bus.admin.dead_letters import discard_oldest
-from turnstream_server.bus.core.frontier import read_frontier_async
-from turnstream_server.bus.leadership.leader_fields import note_trouble
-from turnstream_server.bus.leadership.leadership import Term
-from turnstream_server.bus.planning.manifests import StoredManifest, read_manifests
-from turnstream_server.bus.release.release import (
-    FOLD_SLICE,
+from turnstream_server.failpoints import reach
+from turnstream_server.ledger.admin.dead_letters import discard_oldest
+from turnstream_server.ledger.core.frontier import read_frontier_async
+from turnstream_server.ledger.leadership.leader_fields import note_trouble
+from turnstream_server.ledger.leadership.leadership import Term
+from turnstream_server.ledger.planning.manifests import StoredManifest, read_manifests
+from turnstream_server.ledger.release.release import (
+    COMPACT_SLICE,
     ReleaseState,
     advance_watermark,
+    compact_batches,
+    compact_ended,
     find_ended,
     finish_batches,
     finished_groups,
-    fold_batches,
-    fold_ended,
     read_release_state,
     release_payload,
 )
-from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class Releaser:
         folded, fold_through = state.folded, min(released, state.released, state.snapshot_step)
         if folded < fold_through:
             plans = await self._plans(folded + 1, last=fold_through)
-            await self._fold_batches(plans)
+            await self._compact_batches(plans)
             folded = plans[-1].manifest.step
         self._has_backlog = released < state.released or folded < fold_through
         return has_worked or state.folded < folded
@@ -198,7 +198,7 @@ class Releaser:
             self._client, self._run, trajectory_ids, lease_s=config.lease_s, abandoned=abandoned
         )
 
-    async def _fold_batches(self, plans: Sequence[StoredManifest]) -> None:
+    async def _compact_batches(self, plans: Sequence[StoredManifest]) -> None:
         records = await asyncio.to_thread(
             lambda: {
                 each.manifest.step: encode_batch(
@@ -208,8 +208,8 @@ class Releaser:
             }
         )
         manifests = [each.manifest for each in plans]
-        reach("fold_batch.before")
-        await fold_batches(self._term, manifests)
+        reach("compact_batch.before")
+        await compact_batches(self._term, manifests)
         reach("finish_batch.before")
         await finish_batches(self._term, records)
         logger.info("released steps %d to %d of run %s", min(records), max(records), self._run)
@@ -234,7 +234,7 @@ class Releaser:
     async def _release_ended(self, state: ReleaseState) -> bool:
         """Delete the payload of untrained trajectories, and fold their entries, many together."""
         loop = asyncio.get_running_loop()
-        least = min(self._upkeep.fold_ended, FOLD_SLICE)
+        least = min(self._upkeep.compact_ended, COMPACT_SLICE)
         num_new = state.num_ended - state.num_ended_folded - len(self._ended)
         if num_new <= 0 and len(self._ended) < least:
             return False
@@ -281,18 +281,18 @@ class Releaser:
         self, foldable: Sequence[str], state: ReleaseState, *, least: int
     ) -> bool:
         """Replace entries by compact records of at least `least`; return whether any was made."""
-        starts = range(0, len(foldable) - least + 1, FOLD_SLICE)
+        starts = range(0, len(foldable) - least + 1, COMPACT_SLICE)
         for number, start in enumerate(starts, start=state.num_records + 1):
-            some = foldable[start : start + FOLD_SLICE]
+            some = foldable[start : start + COMPACT_SLICE]
             ended = {keys.parse_trajectory_id(each): self._ended[each] for each in some}
             record = await asyncio.to_thread(encode_ends, ended)
-            reach("fold_ended.before")
+            reach("compact_ended.before")
             try:
-                await fold_ended(self._term, some, number=number, record=record)
+                await compact_ended(self._term, some, number=number, record=record)
             except ConflictError:  # a plan was withdrawn since
                 if not {*some} <= {*await self._foldable(some)}:
                     return True  # one of these groups may change again
-                await fold_ended(self._term, some, number=number, record=record)
+                await compact_ended(self._term, some, number=number, record=record)
             for each in some:
                 del self._ended[each]
         return len(starts) > 0

@@ -20,11 +20,16 @@ from turnstream.types import SealedTrajectory, TrajectoryKey
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.bus.leadership.leadership import Term
-from turnstream_server.bus.leadership.writes import write, write_decision
-from turnstream_server.bus.planning.replans import Withdrawal, answered, read_withdrawal, withdraw
-from turnstream_server.bus.planning.trajectories import read_seals
 from turnstream_server.failpoints import reach
+from turnstream_server.ledger.leadership.leadership import Term
+from turnstream_server.ledger.leadership.writes import write, write_decision
+from turnstream_server.ledger.planning.replans import (
+    Withdrawal,
+    answered,
+    read_withdrawal,
+    withdraw,
+)
+from turnstream_server.ledger.planning.trajectories import read_seals
 
 logger = logging.getLogger(__name__)
 

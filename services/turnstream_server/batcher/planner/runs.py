@@ -25,8 +25,8 @@ from turnstream.store.run.configs import read_config_async
 from turnstream.types.names import RunId
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.ingested import Ingested
-from turnstream_server.bus.core.frontier import Frontier, not_retained, read_frontier_async
-from turnstream_server.bus.planning.manifests import read_manifest
+from turnstream_server.ledger.core.frontier import Frontier, not_retained, read_frontier_async
+from turnstream_server.ledger.planning.manifests import read_manifest
 
 _MANIFESTS_KEPT: Final = 8
 

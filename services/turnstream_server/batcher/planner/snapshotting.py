@@ -12,15 +12,15 @@ from turnstream.batching.planning.plan_batch import event_order
 from turnstream.records.snapshots import PlannerSnapshot, encode_snapshot
 from turnstream.store.client import keys
 from turnstream_server.batcher.assembly.assembler import Assembler
-from turnstream_server.bus.leadership.leadership import Term
-from turnstream_server.bus.leadership.snapshots import (
+from turnstream_server.failpoints import reach
+from turnstream_server.ledger.leadership.leadership import Term
+from turnstream_server.ledger.leadership.snapshots import (
     last_event_id,
     read_snapshot,
     save_snapshot,
     trim_events,
 )
-from turnstream_server.bus.release.release import compact_groups
-from turnstream_server.failpoints import reach
+from turnstream_server.ledger.release.release import compact_groups
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Upkeep:
     Attributes:
         snapshot_events: events after which a snapshot is taken, and the events are deleted.
         snapshot_steps: plans after which a snapshot is taken; until then each plan is kept.
-        fold_ended: untrained trajectories of one compact record. Fewer are not worth its 100 bytes,
+        compact_ended: untrained trajectories of one compact record. Fewer are not worth 100 bytes,
             and stay in the ledger.
         archive: writes a step of a run to the archive, in a thread, before the step is released;
             None for no archive.
@@ -40,7 +40,7 @@ class Upkeep:
 
     snapshot_events: int = 10_000
     snapshot_steps: int = 64
-    fold_ended: int = 250
+    compact_ended: int = 250
     archive: Callable[[str, int], object] | None = None
 
 

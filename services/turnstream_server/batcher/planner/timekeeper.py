@@ -18,16 +18,16 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.store.client.replies import translating
 from turnstream_server.batcher.planner.leader import Leader
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.bus.leadership.leadership import Term
-from turnstream_server.bus.leadership.run_clock import LONGEST_MOST_S, RunClock
-from turnstream_server.bus.leadership.writes import time_ms
-from turnstream_server.bus.planning.deadlines import (
+from turnstream_server.ledger.leadership.leadership import Term
+from turnstream_server.ledger.leadership.run_clock import LONGEST_MOST_S, RunClock
+from turnstream_server.ledger.leadership.writes import time_ms
+from turnstream_server.ledger.planning.deadlines import (
     abandon_lapsed,
     end_orphaned,
     find_orphaned,
     fire_deadlines,
 )
-from turnstream_server.bus.sessions.observers import forget_observers
+from turnstream_server.ledger.sessions.observers import forget_observers
 
 logger = logging.getLogger(__name__)
 

@@ -30,11 +30,11 @@ from turnstream_server.batcher.serving.calls import (
     get_time_s,
     write_messages,
 )
-from turnstream_server.bus.core.frontier import Frontier, not_retained
-from turnstream_server.bus.planning.trajectories import note_damage
-from turnstream_server.bus.sessions.observers import note_observed
-from turnstream_server.bus.sessions.sessions import record_rank
 from turnstream_server.failpoints import reach
+from turnstream_server.ledger.core.frontier import Frontier, not_retained
+from turnstream_server.ledger.planning.trajectories import note_damage
+from turnstream_server.ledger.sessions.observers import note_observed
+from turnstream_server.ledger.sessions.sessions import record_rank
 from turnstream_server.telemetry.instruments import counter, histogram
 from turnstream_server.telemetry.tracing import span
 

@@ -24,8 +24,8 @@ from turnstream.types.names import shown
 from turnstream_server.batcher.planner.parking import ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.bus.core.frontier import Frontier, read_frontier_async
-from turnstream_server.bus.planning.groups import is_evaluating
+from turnstream_server.ledger.core.frontier import Frontier, read_frontier_async
+from turnstream_server.ledger.planning.groups import is_evaluating
 from turnstream_server.loops import repeat
 
 logger = logging.getLogger(__name__)

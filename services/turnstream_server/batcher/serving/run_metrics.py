@@ -27,9 +27,9 @@ from turnstream.store.waits.wait_reasons import reasons
 from turnstream.store.waits.wait_snapshot import WaitSnapshot
 from turnstream_server.batcher.planner.ingested import Ingested
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.bus.planning.manifests import read_plan
-from turnstream_server.bus.queries.batch_numbers import BatchNumbers, numbers_of
-from turnstream_server.bus.queries.ledger import LedgerCounts, ledger_command, parse_ledger
+from turnstream_server.ledger.planning.manifests import read_plan
+from turnstream_server.ledger.queries.batch_numbers import BatchNumbers, numbers_of
+from turnstream_server.ledger.queries.ledger import LedgerCounts, ledger_command, parse_ledger
 from turnstream_server.telemetry.instruments import Family, sampled
 from turnstream_server.telemetry.log_counts import count_error
 

@@ -40,8 +40,8 @@ from turnstream_server.batcher.serving.observing import observed_replica
 from turnstream_server.batcher.serving.operations import OperationSender, operation_handlers
 from turnstream_server.batcher.serving.registry import RunDiscovery, RunRegistry
 from turnstream_server.batcher.serving.servicer import SERVICE, BatchesServicer, handlers
-from turnstream_server.bus.core.frontier import Frontier
 from turnstream_server.keys.access import KeyChecks
+from turnstream_server.ledger.core.frontier import Frontier
 from turnstream_server.loops import background, first_of
 from turnstream_server.options import split_address, write_address
 from turnstream_server.telemetry.readiness import Readiness

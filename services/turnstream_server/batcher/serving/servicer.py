@@ -25,8 +25,9 @@ from turnstream_server.batcher.serving.calls import (
 )
 from turnstream_server.batcher.serving.get import BatchSender
 from turnstream_server.batcher.serving.requests import parse_token
-from turnstream_server.bus.sessions.observers import declare_observer, note_observed
-from turnstream_server.bus.sessions.sessions import (
+from turnstream_server.failpoints import reach
+from turnstream_server.ledger.sessions.observers import declare_observer, note_observed
+from turnstream_server.ledger.sessions.sessions import (
     TrainerSession,
     acknowledge_committed,
     acknowledge_stepped,
@@ -35,7 +36,6 @@ from turnstream_server.bus.sessions.sessions import (
     start_session,
     version_before,
 )
-from turnstream_server.failpoints import reach
 
 logger = logging.getLogger(__name__)
 

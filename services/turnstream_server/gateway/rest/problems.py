@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field
 from turnstream import errors
 from turnstream.http.problems import MEDIA_TYPE, TYPE_PREFIX
 from turnstream.types.names import shown
-from turnstream_server.bus.queries.trajectory_history import TrajectoryNotFoundError
+from turnstream_server.ledger.queries.trajectory_history import TrajectoryNotFoundError
 from turnstream_server.logs import plain
 
 _LONGEST_VALUE: Final = 80

@@ -16,12 +16,12 @@ from turnstream.store.client.connection import connect_async
 from turnstream.store.run.credits import credit
 from turnstream.types import Group
 from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP, Upkeep
-from turnstream_server.bus.admin.dead_letters import read_dead_letters
-from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.planning.manifests import read_plan
-from turnstream_server.bus.planning.replans import await_replan, request_replan
-from turnstream_server.bus.queries.ledger import read_budget
-from turnstream_server.bus.sessions.observers import declare_observer, note_observed
+from turnstream_server.ledger.admin.dead_letters import read_dead_letters
+from turnstream_server.ledger.core.frontier import read_frontier
+from turnstream_server.ledger.planning.manifests import read_plan
+from turnstream_server.ledger.planning.replans import await_replan, request_replan
+from turnstream_server.ledger.queries.ledger import read_budget
+from turnstream_server.ledger.sessions.observers import declare_observer, note_observed
 
 
 @pytest.fixture

@@ -99,23 +99,23 @@ async def test_ends_in_a_withdrawn_group_leave_the_ledger_when_planned_again(
 ):
     # The releaser finds the group planned. It folds the ends after the plan is withdrawn.
     found, is_withdrawn, is_refused, is_planned_again = (asyncio.Event() for _ in range(4))
-    fold_ended = releaser.fold_ended
+    compact_ended = releaser.compact_ended
 
     async def fold(*arguments: Any, **named: Any) -> bool:
         found.set()
         await is_withdrawn.wait()
         try:
-            return await fold_ended(*arguments, **named)
+            return await compact_ended(*arguments, **named)
         except ConflictError:
             is_refused.set()
             if is_planned_again_at_once:  # before the releaser reads the group again
                 await is_planned_again.wait()
             raise
 
-    monkeypatch.setattr(releaser, "fold_ended", fold)
+    monkeypatch.setattr(releaser, "compact_ended", fold)
     monkeypatch.setattr(releaser, "SEARCH_REST", 0)  # the search waits here for the test
     run = house.create_run(batch_groups=1, deadline_policy="train_short", group_deadline_s=60.0)
-    trainer = house.trainer(await house.start_batcher(upkeep=Upkeep(fold_ended=1)), run)
+    trainer = house.trainer(await house.start_batcher(upkeep=Upkeep(compact_ended=1)), run)
     rewards = enumerate((0.0, 1.0, 2.0, None))
     members = [trajectory(turn("ab", "CD"), sample=each, reward=own) for each, own in rewards]
     await house.publish(run, group("g0", *members))

@@ -16,11 +16,11 @@ from turnstream.errors import (
     UnavailableError,
 )
 from turnstream.store.run.configs import open_run
-from turnstream_server.bus.queries.batch_facts import batch_facts, page_of_batches
-from turnstream_server.bus.queries.batch_numbers import BatchNumbers
 from turnstream_server.gateway.rest.access import Read, RunName
 from turnstream_server.gateway.rest.answers import answer
 from turnstream_server.gateway.rest.bodies import ARROW
+from turnstream_server.ledger.queries.batch_facts import batch_facts, page_of_batches
+from turnstream_server.ledger.queries.batch_numbers import BatchNumbers
 
 router = APIRouter(tags=["reads"])
 

@@ -7,10 +7,10 @@ from typing import Any, Final
 from turnstream.errors import ReleasedError
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
-from turnstream_server.bus.core.scan import EventEntry, read_events_async
-from turnstream_server.bus.leadership.snapshots import last_event_id
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.gateway.stream_waits import EntryId
+from turnstream_server.ledger.core.scan import EventEntry, read_events_async
+from turnstream_server.ledger.leadership.snapshots import last_event_id
 
 BEGINNING: Final = "0-0"
 

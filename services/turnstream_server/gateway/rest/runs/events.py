@@ -24,7 +24,6 @@ from turnstream.records.events import EVENT_NAMES, decode_event, event_name
 from turnstream.records.values import to_plain
 from turnstream.store.client.run_ids import find_run_async, no_such_run
 from turnstream.types.names import shown
-from turnstream_server.bus.core.scan import EventEntry, entry_ms
 from turnstream_server.gateway.bodies import body_of
 from turnstream_server.gateway.parsers import IN_LOOP_BYTES
 from turnstream_server.gateway.rest.access import Read, RunName
@@ -35,6 +34,7 @@ from turnstream_server.gateway.state import Gateway
 from turnstream_server.keys.access import secret_of
 from turnstream_server.keys.places import Held
 from turnstream_server.keys.records import ApiKey
+from turnstream_server.ledger.core.scan import EventEntry, entry_ms
 
 logger = logging.getLogger(__name__)
 

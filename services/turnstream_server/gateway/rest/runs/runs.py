@@ -21,9 +21,6 @@ from turnstream.store.run import runs
 from turnstream.store.run.configs import open_run, read_config, read_revisions, revise_config
 from turnstream.store.run.credits import credit
 from turnstream.types.names import RunId, checked_run_name
-from turnstream_server.bus.admin.deletion import delete_run
-from turnstream_server.bus.core.frontier import read_frontier
-from turnstream_server.bus.queries.run_facts import progress_facts, run_facts, run_line
 from turnstream_server.gateway.rest.access import (
     MAX_RUN_LENGTH,
     Admin,
@@ -49,6 +46,9 @@ from turnstream_server.gateway.rest.runs.models import (
     RunState,
 )
 from turnstream_server.keys.records import ApiKey
+from turnstream_server.ledger.admin.deletion import delete_run
+from turnstream_server.ledger.core.frontier import read_frontier
+from turnstream_server.ledger.queries.run_facts import progress_facts, run_facts, run_line
 
 router = APIRouter(tags=["runs"], route_class=SmallBodyRoute)
 

@@ -1,0 +1,100 @@
+"""The leadership of a run: a lease with a fencing number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import redis.asyncio
+
+from turnstream.store.client.scripts import Argument, Command, run_command_async
+from turnstream_server.ledger.core.run_script import RunScript
+
+_ACQUIRE = RunScript("acquire_leader", "leadership", "frontier leader")
+_RENEW = RunScript("renew_leader", "leadership", "leader")
+
+
+class Position(NamedTuple):
+    """The last entries of `events` and `wake` that a planner has read; "0-0" before the first."""
+
+    event_id: str
+    wake_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leadership:
+    """The current leader of a run.
+
+    Attributes:
+        epoch: fencing number of the leader; every script of the planner takes it.
+        parked: the position up to which a parked run was read; None if it is not parked.
+    """
+
+    is_ours: bool
+    epoch: int
+    owner: str
+    lease_left_s: float
+    parked: Position | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A replica's term as leader of a run.
+
+    A script that gets the epoch of an earlier term writes nothing and raises FencedError.
+    """
+
+    client: redis.asyncio.Redis
+    run: str
+    epoch: int
+
+
+class LeaderScript:
+    """A RunScript that only the leader of a run may call.
+
+    Its first key, in addition to `key_names`, is `leader`. Its first argument is the epoch.
+    """
+
+    def __init__(self, name: str, package: str, key_names: str) -> None:
+        self.name = name
+        self._script = RunScript(name, package, f"leader {key_names}")
+
+    def __call__(self, term: Term, *args: Argument) -> Command:
+        """Return the call of this script in a term; nothing is sent."""
+        return self._script(term.run, term.epoch, *args)
+
+    async def run(self, term: Term, *args: Argument) -> Any:
+        """Call this script and return its reply."""
+        return await run_command_async(term.client, self(term, *args))
+
+
+async def acquire_leadership(
+    client: redis.asyncio.Redis,
+    run: str,
+    *,
+    owner: str,
+    lease_s: float,
+    leads_parked: bool = True,
+) -> Leadership:
+    """Acquire or keep the leadership of a run; the same owner keeps its epoch.
+
+    The name of the owner is unique also among its restarts. With `leads_parked` also a parked run
+    is led.
+    """
+    words = (owner, max(1, round(lease_s * 1000)), int(not leads_parked))
+    leads, epoch, leader, left_ms, parked = await _ACQUIRE.call_async(client, run, *words)
+    return Leadership(
+        is_ours=bool(leads),
+        epoch=epoch,
+        owner=leader.decode(),
+        lease_left_s=left_ms / 1000,
+        parked=Position(*parked.decode().split()) if parked else None,
+    )
+
+
+def renew_command(run: str, *, owner: str, epoch: int, lease_s: float) -> Command:
+    """Return the call that renews a leadership; nothing is sent.
+
+    Its reply is [whether the caller leads, the leader's epoch, the leader].
+    """
+    return _RENEW(run, owner, epoch, max(1, round(lease_s * 1000)))

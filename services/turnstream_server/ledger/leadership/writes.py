@@ -1,0 +1,255 @@
+"""Writes of a run's leader: one script that compares and writes, all or nothing.
+
+A decision is a pure function from facts to `Changes`. The facts were read before, and may be old:
+the changes name those that must still hold. The script compares them and writes in one step, so
+that nothing is written where one differs. The caller then reads again and decides again.
+
+A repeated call must change nothing. So one of the expected facts is different after the write.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
+
+from turnstream.errors import FencedError, StoreUnavailableError
+from turnstream.store.client import keys
+from turnstream.store.client.replies import translating
+from turnstream.store.client.scripts import (
+    Argument,
+    Command,
+    Script,
+    run_command_async,
+    run_commands_async,
+)
+from turnstream_server.ledger.leadership.leadership import Term
+
+_SCRIPT: Final = Script("leader_write", "turnstream_server.ledger.leadership")
+
+MAX_WORDS: Final = 1_000
+"""Words of one command: Lua passes a few thousand values to a call. Even, for pairs."""
+
+MAX_TRIES: Final = 100
+"""Decisions of one write whose facts change each time, before an error is raised."""
+
+_Facts = TypeVar("_Facts")
+
+
+class Difference(NamedTuple):
+    """A fact that no longer holds: the key, the field, and its value now or None."""
+
+    key: str
+    field: str
+    value: bytes | None
+
+
+class Changes:
+    """Commands to write together, and the facts on which they were decided.
+
+    Keys have their names in `RunKeys`.
+
+    Attributes:
+        is_part: whether more of the same decision is left to write after them.
+
+    >>> changes = Changes()
+    >>> changes.expect("groups", "g", b"8:open")
+    >>> changes.write("HSET", "groups", "g", "8:decided")
+    >>> list(changes.calls())
+    [('FIELDS', 'groups', ('g', b'=8:open')), ('HSET', 'groups', ('g', '8:decided'))]
+    """
+
+    def __init__(self) -> None:
+        self.is_part = False
+        self._fields: dict[str, list[Argument]] = {}
+        self._facts: list[tuple[str, str, tuple[Argument, ...]]] = []
+        self._writes: list[tuple[str, str, tuple[Argument, ...]]] = []
+        self._sums: Counter[tuple[str, str]] = Counter()
+
+    def expect(self, key: str, field: str, value: bytes | None) -> None:
+        """Expect a field of a hash to have this value, or None to be missing."""
+        self._fields.setdefault(key, []).extend((field, b"" if value is None else b"=" + value))
+
+    def expect_prefix(self, key: str, prefix: str, fields: Sequence[str]) -> None:
+        """Expect the value of each of these fields of a hash to begin with `prefix`."""
+        if fields:
+            self._facts.append(("PREFIX", key, (prefix, *fields)))
+
+    def expect_size(self, key: str, number: int) -> None:
+        """Expect a hash to have this number of fields."""
+        self._facts.append(("SIZE", key, ("HLEN", number)))
+
+    def expect_empty(self, key: str) -> None:
+        """Expect a sorted set to have no member."""
+        self._facts.append(("SIZE", key, ("ZCARD", 0)))
+
+    def expect_score(self, key: str, member: str, score: bytes) -> None:
+        """Expect a member of a sorted set to have this score, as a reply has it."""
+        self._facts.append(("SCORE", key, (member, score)))
+
+    def expect_newest(self, key: str, entry_id: str) -> None:
+        """Expect a stream to end with this entry; "0-0" for an empty one."""
+        self._facts.append(("NEWEST", key, (entry_id,)))
+
+    def write(self, command: str, key: str, *words: Argument) -> None:
+        """Add a command on one key."""
+        self._writes.append((command, key, words))
+
+    def write_each(self, command: str, key: str, words: Sequence[Argument]) -> None:
+        """Add a command that takes any number of words, such as HDEL; none where there are none."""
+        for start in range(0, len(words), MAX_WORDS):
+            self._writes.append((command, key, tuple(words[start : start + MAX_WORDS])))
+
+    def write_entry(
+        self, stream: str, record: bytes, *, noted_in: tuple[str, str] | None = None
+    ) -> None:
+        """Add an entry with this record to a stream; a field of a hash gets its id."""
+        self.write("XADD", stream, "*", "r", record)
+        if noted_in is not None:
+            key, field = noted_in
+            self.write("ENTRY", key, field)
+
+    def extend_each(self, key: str, values: Mapping[str, bytes]) -> None:
+        """Add bytes to the end of fields of a hash; a missing field is empty."""
+        words = [word for pair in values.items() for word in pair]
+        if words:
+            self.write("EXTEND", key, *words)
+
+    def wake(self) -> None:
+        """Wake the processes that wait for a change of the run."""
+        self.write("XADD", "wake", "MAXLEN", 1, "*", "w", "")
+
+    def add(self, key: str, field: str, number: int) -> None:
+        """Add a whole number to a field of a hash."""
+        self._sums[key, field] += number
+
+    def calls(self) -> Iterator[tuple[str, str, tuple[Argument, ...]]]:
+        """Yield the facts and then the commands, each as its name, key and words."""
+        for key, words in self._fields.items():
+            yield "FIELDS", key, tuple(words)
+        yield from self._facts
+        yield from self._writes
+        for (key, field), number in self._sums.items():
+            if number:
+                yield "HINCRBY", key, (field, number)
+
+
+def write_command(term: Term, changes: Changes) -> Command:
+    """Return the call that writes changes; nothing is sent."""
+    names = {"leader": 1}
+    words: list[Argument] = []
+    for name, key, some in changes.calls():
+        words += (name, names.setdefault(key, len(names) + 1), len(some), *some)
+    known = keys.run_keys(term.run)
+    return _SCRIPT([getattr(known, each) for each in names], term.epoch, *words)
+
+
+async def write(term: Term, changes: Changes) -> list[Any] | Difference:
+    """Write changes if their facts hold; return the replies of the commands, or a difference.
+
+    Raises:
+        FencedError: another planner leads the run.
+        CorruptRecordError: a counter is damaged: nothing was written.
+    """
+    return _outcome(await run_command_async(term.client, write_command(term, changes)))
+
+
+async def write_without_facts(term: Term, changes: Changes) -> list[Any]:
+    """Write changes that expect nothing; return the replies of the commands.
+
+    Raises:
+        FencedError: another planner leads the run.
+    """
+    replies = await write(term, changes)
+    assert not isinstance(replies, Difference), "no fact can differ"
+    return replies
+
+
+async def write_all(term: Term, changes: Sequence[Changes]) -> list[list[Any] | Difference]:
+    """Write several changes in one round trip, each all or nothing; see `write`."""
+    commands = [write_command(term, each) for each in changes]
+    replies = await run_commands_async(term.client, commands) if commands else []
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise reply
+    return [_outcome(reply) for reply in replies]
+
+
+async def write_decision(
+    term: Term,
+    read: Callable[[], Awaitable[_Facts]],
+    decide: Callable[[_Facts], Changes | None],
+) -> list[Any] | None:
+    """Read facts, decide and write, again where a fact has changed in between.
+
+    Returns:
+        The replies of the commands; None where `decide` returned None: nothing is to be written.
+
+    Raises:
+        FencedError: another planner leads the run.
+        StoreUnavailableError: the facts changed each time.
+    """
+    found: list[Any] | Difference = []
+    for _ in range(MAX_TRIES):
+        changes = decide(await read())
+        if changes is None:
+            return None
+        found = await write(term, changes)
+        if not isinstance(found, Difference):
+            return found
+    raise StoreUnavailableError(f"run {term.run}: {found} changed in each of {MAX_TRIES} tries")
+
+
+async def write_decisions(
+    term: Term,
+    read: Callable[[], Awaitable[_Facts]],
+    decide: Callable[[_Facts], Sequence[Changes]],
+) -> None:
+    """Write several changes like `write_decision`, in order and in one round trip.
+
+    Raises:
+        FencedError: another planner leads the run.
+        StoreUnavailableError: the facts changed each time.
+    """
+    found: list[list[Any] | Difference] = []
+    for _ in range(MAX_TRIES):
+        found = await write_all(term, decide(await read()))
+        if not any(isinstance(each, Difference) for each in found):
+            return
+    raise StoreUnavailableError(f"run {term.run}: {found} changed in each of {MAX_TRIES} tries")
+
+
+async def read_facts(term: Term, *commands: Sequence[Argument]) -> list[Any]:
+    """Return the replies of commands that read, in order.
+
+    Not as of one moment: a full server refuses transactions, and the write compares anyway.
+
+    Raises:
+        FencedError: another planner leads the run.
+    """
+    pipeline = term.client.pipeline(transaction=False)
+    pipeline.execute_command("HGET", keys.run_keys(term.run).leader, "epoch")
+    for words in commands:
+        pipeline.execute_command(*words)
+    with translating():
+        epoch, *replies = await pipeline.execute()
+    if epoch != b"%d" % term.epoch:
+        raise FencedError(f"another planner leads the run, not epoch {term.epoch}")
+    return replies
+
+
+def time_ms(reply: Sequence[Any]) -> int:
+    """Return the time in a reply of the command TIME, in ms.
+
+    >>> time_ms([b"12", b"345678"])
+    12345
+    """
+    return int(reply[0]) * 1_000 + int(reply[1]) // 1_000
+
+
+def _outcome(reply: Sequence[Any]) -> list[Any] | Difference:
+    is_written, *replies = reply
+    if is_written:
+        return replies
+    key, field, value = replies
+    return Difference(key.decode(), field.decode(errors="replace"), value)
