@@ -46,6 +46,7 @@ from turnstream_server.engine.durable import (
     result_file,
 )
 from turnstream_server.engine.host import Host, Lockstep
+from turnstream_server.engine.metrics import COMMAND_SECONDS, COMMANDS
 from turnstream_server.engine.saving import Saver
 from turnstream_server.engine.trained_runs import REPLAY_S, RunSessionEndedError, TrainedRuns
 from turnstream_server.engine.training import (
@@ -55,7 +56,6 @@ from turnstream_server.engine.training import (
     run_training,
 )
 from turnstream_server.failpoints import reach
-from turnstream_server.telemetry.instruments import counter, histogram
 from turnstream_server.trainer.passes import Turns
 
 logger = logging.getLogger(__name__)
@@ -64,17 +64,6 @@ _UNCHANGING: Final = (
     *("forward", "save_weights", "save_weights_for_sampler", "save_weights_external"),
 )
 """Kinds of commands after whose errors the model is as before."""
-
-_COMMANDS = counter(
-    "turnstream_engine_commands",
-    "Commands of hosted models that were run; those that failed have the outcome `failed`.",
-    ["kind", "outcome"],
-)
-_SECONDS = histogram(
-    "turnstream_engine_command_seconds",
-    "Time of commands that run together, with the turns of other models.",
-    ["kind"],
-)
 
 _PASSED_ON: Final = (UnavailableError, FencedError, EndOfRunError, RunNotFoundError)
 """Errors of the store or a batcher, and not of a command."""
@@ -290,10 +279,10 @@ class HostedModel:
 
     def _results(self, log: ModelLog, run: Run) -> Turns[dict[int, Result]]:
         """Return the results of commands; after a half-way failure the model is not built."""
-        with _SECONDS.labels(run.kind).time():
+        with COMMAND_SECONDS.labels(run.kind).time():
             results = yield from self._run_or_fail(log, run)
         for result in results.values():
-            _COMMANDS.labels(run.kind, "failed" if isinstance(result, Failure) else "done").inc()
+            COMMANDS.labels(run.kind, "failed" if isinstance(result, Failure) else "done").inc()
         return results
 
     def _run_or_fail(self, log: ModelLog, run: Run) -> Turns[dict[int, Result]]:

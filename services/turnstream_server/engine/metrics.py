@@ -1,4 +1,4 @@
-"""Metrics of a worker of hosted models that are read at a scrape."""
+"""Metrics of a worker of hosted models."""
 
 from __future__ import annotations
 
@@ -12,8 +12,18 @@ from prometheus_client.registry import Collector
 from turnstream.errors import TurnstreamError
 from turnstream.store.client.connection import connect
 from turnstream_server.commands.log import num_waiting
-from turnstream_server.telemetry.instruments import Family, sampled
+from turnstream_server.telemetry.instruments import Family, counter, histogram, sampled
 
+COMMANDS = counter(
+    "turnstream_engine_commands",
+    "Commands of hosted models that were run; those that failed have the outcome `failed`.",
+    ["kind", "outcome"],
+)
+COMMAND_SECONDS = histogram(
+    "turnstream_engine_command_seconds",
+    "Time of commands that run together, with the turns of other models.",
+    ["kind"],
+)
 _MODELS = GaugeMetricFamily("turnstream_engine_models", "Hosted models of this worker.")
 _WAITING = GaugeMetricFamily(
     "turnstream_engine_waiting_commands", "Commands that wait, of all models of this worker."
