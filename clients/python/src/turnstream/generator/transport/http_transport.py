@@ -194,7 +194,7 @@ class HttpLink:
         )
 
     async def close(self) -> None:
-        """Begin anew with the next round; the transport closes the connections."""
+        """Ask for the process again in the next round; the transport closes the connections."""
         self._store = ""
 
 
