@@ -2,7 +2,7 @@
 
 Ctrl-C ends the process at once with status 130. A KeyboardInterrupt would print a traceback while
 modules are imported, or be swallowed by the module that is imported. Commands that have to clean
-up handle Ctrl-C themselves (`cli_options.interruptible`).
+up handle Ctrl-C themselves (`cli.options.interruptible`).
 """
 
 from __future__ import annotations

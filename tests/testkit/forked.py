@@ -39,7 +39,7 @@ _IMPORTS: Final = {
 
 _CLI_IMPORTS: Final = [
     f"{_SERVER}.{name}"
-    for name in ("bootstrap", "cli_dead", "cli_key", "cli_run", "cli_serve", "cli_store")
+    for name in ("bootstrap", "cli.dead", "cli.key", "cli.run", "cli.serve", "cli.store")
 ]
 _OTHER_IMPORTS: Final = {
     "harness.generator": ["harness.episodes", "turnstream.generator"],

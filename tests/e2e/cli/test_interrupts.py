@@ -56,7 +56,7 @@ def silent_store() -> Iterator[str]:
 @pytest.mark.parametrize(
     "module",
     [
-        *("typer", "rich", "inspect", "turnstream.errors", "turnstream_server.cli_store"),
+        *("typer", "rich", "inspect", "turnstream.errors", "turnstream_server.cli.store"),
         *("pydantic_core", "turnstream_server.settings", "numpy", "redis"),
     ],
 )

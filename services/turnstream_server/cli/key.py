@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from turnstream_server.cli_options import group, output, say, store_url
+from turnstream_server.cli.options import group, output, say, store_url
 from turnstream_server.options import AsJson, Redis
 
 app = group("API keys for batcher and gateway.")

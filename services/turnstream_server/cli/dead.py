@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from turnstream_server.cli_options import console, group, output, say, store_url
+from turnstream_server.cli.options import console, group, output, say, store_url
 from turnstream_server.options import AsJson, Redis, RunArgument
 
 app = group("Dead letters: trajectories and events that were set aside as damaged.")

@@ -1,4 +1,4 @@
-"""The command `turnstream`: jobs here, the other commands in the `cli_*` modules.
+"""The command `turnstream`: jobs here, the other commands in the modules of this folder.
 
 Imports of torch, gRPC and the services stand inside the command that uses them, so that
 `turnstream --help` answers at once.
@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from turnstream.errors import TurnstreamError
-from turnstream_server import cli_dead, cli_key, cli_run, cli_serve, cli_store
-from turnstream_server.cli_options import console, environment, interruptible
+from turnstream_server.cli import dead, key, run, serve, store
+from turnstream_server.cli.options import console, environment, interruptible
 from turnstream_server.jobs.options import DemoOptions, ReplayOptions
 from turnstream_server.options import with_options
 
@@ -114,11 +114,11 @@ def byte_model(
     write_byte_model(folder, spec)
 
 
-app.add_typer(cli_store.app)
-app.add_typer(cli_run.app, name="run")
-app.add_typer(cli_dead.app, name="dead")
-app.add_typer(cli_key.app, name="key")
-app.add_typer(cli_serve.app, name="serve")
+app.add_typer(store.app)
+app.add_typer(run.app, name="run")
+app.add_typer(dead.app, name="dead")
+app.add_typer(key.app, name="key")
+app.add_typer(serve.app, name="serve")
 
 
 def main() -> None:
@@ -137,7 +137,3 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

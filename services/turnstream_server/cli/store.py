@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from turnstream_server.cli_options import (
+from turnstream_server.cli.options import (
     console,
     environment,
     interruptible,

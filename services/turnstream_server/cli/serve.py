@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.cli_options import environment, group, interruptible
+from turnstream_server.cli.options import environment, group, interruptible
 from turnstream_server.engine.options import EngineOptions
 from turnstream_server.generators.config import LiveGeneratorConfig, ReplayConfig
 from turnstream_server.options import Redis, with_options

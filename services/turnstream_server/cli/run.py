@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from turnstream.errors import InvalidConfigError, UnknownFormatError
-from turnstream_server.cli_options import group, output, say, store_url
+from turnstream_server.cli.options import group, output, say, store_url
 from turnstream_server.options import AsJson, Redis, RunArgument
 
 if TYPE_CHECKING:
