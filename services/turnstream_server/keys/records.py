@@ -159,7 +159,7 @@ def _check_values(values: Mapping[str, Any]) -> None:
         "roles": _is_texts(values["roles"]),
         "runs": _is_texts(values["runs"]),
         "created_ms": type(values["created_ms"]) is int,
-        "expires_ms": expires_ms is None or type(expires_ms) is int,
+        "expires_ms": expires_ms is None or (type(expires_ms) is int and expires_ms < 2**53),
         "limits": isinstance(limits, dict) and all(map(_is_limit, limits.values())),
     }
     for name, does_fit in fits.items():

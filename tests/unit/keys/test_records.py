@@ -39,6 +39,7 @@ def test_record_of_a_key_has_all_of_it() -> None:
         {"created_ms": "5"},
         {"expires_ms": True},
         {"expires_ms": "7"},
+        {"expires_ms": 10**400},
         {"limits": None},
         {"limits": {"requests_per_s": "5"}},
         {"limits": {"requests_per_s": 0}},
