@@ -14,6 +14,8 @@ import pytest
 import redis
 import zstandard
 from fastapi import HTTPException
+from hypothesis import given
+from hypothesis import strategies as st
 
 from testkit.gateway_thread import GatewayThread
 from testkit.ingest import (
@@ -28,6 +30,7 @@ from testkit.ingest import (
 )
 from testkit.stores import RunReader
 from testkit.turns import group, turn
+from turnstream.errors import RecordError
 from turnstream.generator.encode.checks import MAX_RECORD_BYTES
 from turnstream.types import TrajectoryKey
 from turnstream_server.gateway.rest.bodies import decompress
@@ -183,6 +186,17 @@ def test_compressed_bodies_are_read(
 
     assert [each.status_code for each in responses] == [200, 200, 400]
     assert set(reader.states()) == {"j/0/0", "j/1/0", "a/0/0", "a/1/0"}
+
+
+@given(sizes=st.lists(st.integers(0, 400_000), min_size=1, max_size=4), cut=st.integers(0, 40))
+def test_gzip_members_of_any_size_are_unpacked(sizes: list[int], cut: int) -> None:
+    # A member whose end lay behind 64 kB of content, and that another one followed, had no end.
+    contents = [bytes([number]) * size for number, size in enumerate(sizes)]
+    body = b"".join(map(gzip.compress, contents))
+
+    assert decompress(body, encoding="gzip", limit=2_000_000) == b"".join(contents)
+    with pytest.raises(RecordError):
+        decompress(body + b"no member"[: 1 + cut % 9], encoding="gzip", limit=2_000_000)
 
 
 @pytest.mark.parametrize(("encoding", "compress"), [("gzip", gzip.compress), ("zstd", _zstd)])

@@ -193,7 +193,7 @@ def _gzip_pieces(body: bytes) -> Iterator[bytes]:
                 raise RecordError("the body is cut off: its gzip member has no end")
             position += len(piece)
             yield member.decompress(piece, _PIECE_BYTES)
-            while member.unconsumed_tail:
+            while member.unconsumed_tail and not member.eof:
                 yield member.decompress(member.unconsumed_tail, _PIECE_BYTES)
         position -= len(member.unused_data)
 
