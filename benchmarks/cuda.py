@@ -25,7 +25,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.types import Group, Trajectory, Turn
 from turnstream.worker import PulledMiniBatch
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.jobs.stack import Stack
+from turnstream_server.launch.stack import Stack
 from turnstream_server.models.policy import load_policy, recompute_layers
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.trainer.engine import Engine

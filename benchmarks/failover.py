@@ -37,7 +37,7 @@ class Pair:
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         from turnstream_server.embedded import EmbeddedServer
-        from turnstream_server.jobs.stack import Stack
+        from turnstream_server.launch.stack import Stack
 
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         server = stack.enter_context(EmbeddedServer())

@@ -98,7 +98,7 @@ class RunWriter:
         committed = (names.frontier, names.batches, names.times, names.wake, names.ranks)
         self._store.run(
             ("HSET", names.ledger, *values),
-            ("HSET", names.held, *[word for each in ids for word in (each, "9000")]),
+            ("HSET", names.payload_bytes, *[word for each in ids for word in (each, "9000")]),
             ("HINCRBY", names.budget, "planned", 9000 * len(ids)),
             ("HSET", names.groups, *groups),
             ("HINCRBY", names.counts, "accepted", len(ids)),
@@ -129,7 +129,7 @@ class RunWriter:
             )
         )
         ids, step = batch.ids, batch.step
-        bytes_keys = (names.ledger, names.held, names.budget, names.wake)
+        bytes_keys = (names.ledger, names.payload_bytes, names.budget, names.wake)
         released = b"%d" % step
         folded = b"%d" % (step - 1) if step > 1 else None
         facts = FoldedFacts(released=released, folded=folded, snapshot_step=b"%d" % (step + 1))
@@ -166,11 +166,11 @@ class RunWriter:
         groups = dict.fromkeys(each.partition("/")[0] for each in ended)
         self._store.run(
             ("HSET", names.ledger, *[word for pair in ended.items() for word in pair]),
-            ("HSET", names.held, *[word for each in ended for word in (each, "9000")]),
+            ("HSET", names.payload_bytes, *[word for each in ended for word in (each, "9000")]),
             ("HINCRBY", names.budget, "stored", 9000 * len(ended)),
             ("HSET", names.groups, *[word for each in groups for word in (each, "8:incomplete")]),
         )
-        bytes_keys = (names.ledger, names.held, names.budget, names.wake)
+        bytes_keys = (names.ledger, names.payload_bytes, names.budget, names.wake)
         self._store.run(
             *(
                 self._call("release_bytes", bytes_keys, *some)

@@ -15,12 +15,12 @@ import numpy as np
 
 from turnstream.store.client.connection import connect
 from turnstream.wire import tinker_pb2 as wire
-from turnstream_server.commands.bases import served_bases
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.jobs.stack import Service, Stack
-from turnstream_server.jobs.up import API_KEY
+from turnstream_server.launch.stack import Service, Stack
+from turnstream_server.launch.up import API_KEY
 from turnstream_server.models.byte_model import write_byte_model
 from turnstream_server.models.spec import SmallModelSpec
+from turnstream_server.operations.bases import served_bases
 
 PREFIX = "/api/v1"
 PROTOBUF = "application/x-protobuf"

@@ -54,7 +54,7 @@ class Cost:
 def services() -> Iterator[tuple[Any, int]]:
     """A store and a batcher process; yields the store and the id of the batcher process."""
     from turnstream_server.embedded import EmbeddedServer
-    from turnstream_server.jobs.stack import Stack
+    from turnstream_server.launch.stack import Stack
 
     with tempfile.TemporaryDirectory() as folder, EmbeddedServer() as server:
         stack = Stack(Path(folder), store_url=server.url)

@@ -161,7 +161,7 @@ class Bench:
 
     def __init__(self, *, num_groups: int) -> None:
         from turnstream_server.embedded import EmbeddedServer
-        from turnstream_server.jobs.stack import Stack
+        from turnstream_server.launch.stack import Stack
 
         self.num_groups = num_groups
         self.folder = tempfile.TemporaryDirectory()

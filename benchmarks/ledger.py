@@ -145,8 +145,8 @@ def _memory_usage(client: redis.Redis, *, untrained: float) -> dict[str, float]:
     """Return MEMORY USAGE of the run's keys by the end that they record."""
     names = keys.run_keys(RUN)
     usage = {key: client.memory_usage(key, samples=0) or 0 for key in names}
-    of_ends = sum(usage[key] for key in (names.ended, names.reasons))
-    of_ends += untrained * usage[names.over]
+    of_ends = sum(usage[key] for key in (names.untrained, names.reasons))
+    of_ends += untrained * usage[names.finished_groups]
     return {"committed": sum(usage.values()) - of_ends, "untrained": of_ends}
 
 

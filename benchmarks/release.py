@@ -201,7 +201,7 @@ class Bench:
 
     def __init__(self, *, num_publishers: int, filtered: float) -> None:
         from turnstream_server.embedded import EmbeddedServer
-        from turnstream_server.jobs.stack import Stack
+        from turnstream_server.launch.stack import Stack
 
         self.folder = tempfile.TemporaryDirectory()
         self.server = EmbeddedServer()

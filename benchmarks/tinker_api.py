@@ -120,8 +120,8 @@ def start_direct(config: dict[str, Any]) -> Any:
     """Train rows of a body by direct calls of an engine, and return the times of each call."""
     import torch
 
-    from turnstream_server.commands.models import ModelRecord
     from turnstream_server.engine.hosted_base import EngineSettings, HostedBase
+    from turnstream_server.operations.models import ModelRecord
     from turnstream_server.trainer.operations import OperationLoss
 
     torch.set_num_threads(1)

@@ -171,7 +171,7 @@ def watched(hosted: Hosted, memory: Memory) -> Iterator[None]:
 
 def _watch(hosted: Hosted, memory: Memory, stopped: threading.Event) -> None:
     from turnstream.store.client.connection import connect
-    from turnstream_server.commands.keys import ALIVE
+    from turnstream_server.operations.keys import ALIVE
 
     gateway = Client(hosted.address)
     with connect(hosted.store_url) as client:
@@ -193,7 +193,7 @@ def _watch(hosted: Hosted, memory: Memory, stopped: threading.Event) -> None:
 def measure_load(hosted: Hosted, sizes: dict[str, float], *, base_model: str) -> dict[str, Any]:
     """Return the answers of the client, and the memory at each stage."""
     from turnstream.store.client.connection import connect
-    from turnstream_server.jobs.up import API_KEY
+    from turnstream_server.launch.up import API_KEY
 
     environment = {
         "TINKER_BASE_URL": f"http://{hosted.address}",
@@ -231,7 +231,7 @@ def measure_load(hosted: Hosted, sizes: dict[str, float], *, base_model: str) ->
 def close_sessions(store_url: str) -> None:
     """Close all sessions, as a gateway does after ten minutes without a heartbeat."""
     from turnstream.store.client.connection import connect_async
-    from turnstream_server.commands.sessions import close_silent
+    from turnstream_server.operations.sessions import close_silent
 
     async def close() -> None:
         async with connect_async(store_url) as client:

@@ -21,15 +21,15 @@ from turnstream_server.batcher.assembly.operation_shares import (
     cut_operations,
     encode_operation_share,
 )
-from turnstream_server.commands.bases import BaseModel
-from turnstream_server.commands.contents import CreateModel, fingerprint
-from turnstream_server.commands.keys import model_keys
-from turnstream_server.commands.log import ModelLog, Run, read_bodies, submit
-from turnstream_server.commands.models import ModelRecord, create_model
-from turnstream_server.commands.results import Answer, TrainingOutput, encode_result
 from turnstream_server.gateway.routes.futures import encode_stored
 from turnstream_server.gateway.submitting import Prepared, prepare_training
 from turnstream_server.gateway.tinker.training_calls import read_training_call
+from turnstream_server.operations.bases import BaseModel
+from turnstream_server.operations.contents import CreateModel, fingerprint
+from turnstream_server.operations.keys import model_keys
+from turnstream_server.operations.log import ModelLog, Run, read_bodies, submit
+from turnstream_server.operations.models import ModelRecord, create_model
+from turnstream_server.operations.results import Answer, TrainingOutput, encode_result
 
 MODEL = "parts:train:0"
 BASE = BaseModel("no worker", context_length=4096, vocab_size=261, tokenizer_id="", max_rank=32)

@@ -37,7 +37,7 @@ from turnstream.types import Group, Trajectory, Turn
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.generators.chat import ChatTokenizer
 from turnstream_server.generators.recordings import read_groups
-from turnstream_server.jobs.stack import Stack
+from turnstream_server.launch.stack import Stack
 from turnstream_server.models.spec import SmallModelSpec
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.jobs import stack
+from turnstream_server.launch import stack
 
 # Examples differ from run to run at a desk, where a new failure is welcome, and never on CI.
 # No deadlines: two busy cores make one example slow and the next one fast.
@@ -55,7 +55,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 REPOSITORY = Path(__file__).parents[1]
 
 _SERVERS = ["server", "own_server", "unix_server"]
-_MARKS = {"redis": {*_SERVERS, "house_at"}, "grpc": {"house", "house_at"}}
+_MARKS = {"redis": {*_SERVERS, "cluster_at"}, "grpc": {"cluster", "cluster_at"}}
 """Marks of tests by the fixtures that they use."""
 
 _numbers = itertools.count(1)

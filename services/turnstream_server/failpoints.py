@@ -1,6 +1,7 @@
 """Named places at which a test lets a process die or sleep: `TURNSTREAM_FAILPOINT`.
 
-Each is a line `reach("plan.after_write")` in production code; unless armed, it compares two names.
+Each is a line `failpoint("plan.after_write")` in production code. Unless armed, it compares two
+names.
 Only `bootstrap` arms, from the settings, and one place at most per process::
 
     plan.after_write            SIGKILL when it is reached
@@ -114,7 +115,7 @@ def arm(text: str) -> None:
     _Armed.number = signal.SIGSTOP if match and match["stops"] else signal.SIGKILL
 
 
-def reach(name: str) -> None:
+def failpoint(name: str) -> None:
     """Die or sleep if this place is armed."""
     if name != _Armed.name:
         return

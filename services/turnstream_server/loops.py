@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-async def first_of(*works: Coroutine[Any, Any, Result]) -> Result:
+async def first_result(*works: Coroutine[Any, Any, Result]) -> Result:
     """Return the first result, or raise the first error; cancel the rest.
 
     The works run in their own tasks. Calls of the Redis client belong in such a work, also a single

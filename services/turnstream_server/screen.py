@@ -49,10 +49,10 @@ def visible(text: str) -> str:
     return text.translate(_SEEN)
 
 
-def shown(value: object) -> str:
+def cell_text(value: object) -> str:
     """Return the text of a value.
 
-    >>> [shown(each) for each in (20_000, 0.25, None, "open")]
+    >>> [cell_text(each) for each in (20_000, 0.25, None, "open")]
     ['20,000', '0.25', '', 'open']
     """
     match value:
@@ -81,7 +81,7 @@ def make_table(columns: Sequence[str], rows: Iterable[Sequence[object]], **optio
     """Return a table of these values; `options` are those of rich."""
     table = Table(*columns, **options)
     for row in rows:
-        table.add_row(*map(shown, row))
+        table.add_row(*map(cell_text, row))
     return table
 
 

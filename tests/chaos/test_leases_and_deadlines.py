@@ -13,7 +13,7 @@ from harness.machine import asleep
 from harness.proxy import Proxy
 from harness.rig import GENERATOR_LEASE_S, PATIENCE_S, Rig, config
 from turnstream.store.client import keys
-from turnstream_server.jobs.stack import Service
+from turnstream_server.launch.stack import Service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 

@@ -18,7 +18,7 @@ from testkit import ids
 from turnstream.errors import StoreBehindError
 from turnstream.generator import Publisher
 from turnstream_server.embedded import find_binary
-from turnstream_server.jobs.stack import Service
+from turnstream_server.launch.stack import Service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(600)]
 

@@ -17,8 +17,8 @@ from testkit import group
 from turnstream.generator import Publisher
 from turnstream.types import Trajectory, Turn, VersionRun
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.jobs.job import write_policy
-from turnstream_server.jobs.stack import Service
+from turnstream_server.launch.job import write_policy
+from turnstream_server.launch.stack import Service
 from turnstream_server.models.spec import SmallModelSpec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]

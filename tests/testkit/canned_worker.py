@@ -12,10 +12,11 @@ import redis
 
 from turnstream.errors import RejectedError, UnavailableError
 from turnstream.store.client.connection import connect
-from turnstream_server.commands.bases import BaseModel, register_base
-from turnstream_server.commands.checkpoint_paths import CheckpointPath
-from turnstream_server.commands.checkpoints import SavedCheckpoint, write_checkpoint
-from turnstream_server.commands.contents import (
+from turnstream_server.models.sampling_params import SampledSequence, SampleResult, StopReason
+from turnstream_server.operations.bases import BaseModel, register_base
+from turnstream_server.operations.checkpoint_paths import CheckpointPath
+from turnstream_server.operations.checkpoints import SavedCheckpoint, write_checkpoint
+from turnstream_server.operations.contents import (
     CreateModel,
     ForwardBackwardRun,
     LoadWeights,
@@ -25,18 +26,17 @@ from turnstream_server.commands.contents import (
     SaveWeights,
     decode_content,
 )
-from turnstream_server.commands.log import ModelLog, Run
-from turnstream_server.commands.models import ModelRecord, models_of_base, read_model
-from turnstream_server.commands.operation_records import decode_operation
-from turnstream_server.commands.request_ids import RequestId
-from turnstream_server.commands.results import Answer, Failure, Result, TrainingOutput
-from turnstream_server.commands.samplers import (
+from turnstream_server.operations.log import ModelLog, Run
+from turnstream_server.operations.models import ModelRecord, models_of_base, read_model
+from turnstream_server.operations.operation_records import decode_operation
+from turnstream_server.operations.request_ids import RequestId
+from turnstream_server.operations.results import Answer, Failure, Result, TrainingOutput
+from turnstream_server.operations.samplers import (
     SampleQueue,
     SampleRequest,
     SamplerRecord,
     write_sampler,
 )
-from turnstream_server.models.sampling_params import SampledSequence, SampleResult, StopReason
 
 BASE = BaseModel("tiny/byte", context_length=128, vocab_size=300, tokenizer_id="", max_rank=64)
 

@@ -11,13 +11,13 @@ import redis
 import redis.asyncio
 
 from turnstream.store.client.connection import connect, connect_async
-from turnstream_server.commands.contents import CommandKind, CreateModel
-from turnstream_server.commands.keys import model_keys
-from turnstream_server.commands.log import ModelLog, submit
-from turnstream_server.commands.models import ModelRecord, create_model
-from turnstream_server.commands.request_ids import RequestId
-from turnstream_server.commands.results import Failure, decode_result
-from turnstream_server.commands.sessions import Session, add_member, open_session
+from turnstream_server.operations.contents import CreateModel, OperationKind
+from turnstream_server.operations.keys import model_keys
+from turnstream_server.operations.log import ModelLog, submit
+from turnstream_server.operations.models import ModelRecord, create_model
+from turnstream_server.operations.request_ids import RequestId
+from turnstream_server.operations.results import Failure, decode_result
+from turnstream_server.operations.sessions import Session, add_member, open_session
 
 BASE: Final = "tiny/byte"
 OWNER: Final = "0123456789abcdef0123456789abcdef"
@@ -73,7 +73,7 @@ class CommandLogs:
         self,
         model_id: str,
         number: int,
-        kind: CommandKind = "optim_step",
+        kind: OperationKind = "optim_step",
         content: bytes = b"c",
         *,
         refusal: Failure | None = None,

@@ -99,7 +99,7 @@ def popen(command: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
 
 
 class Subprocess:
-    """Takes the place of the module `subprocess` in `turnstream_server.jobs.stack`."""
+    """Takes the place of the module `subprocess` in `turnstream_server.launch.stack`."""
 
     PIPE, STDOUT, TimeoutExpired = subprocess.PIPE, subprocess.STDOUT, subprocess.TimeoutExpired
     Popen = staticmethod(popen)

@@ -31,23 +31,6 @@ from turnstream_server.batcher.assembly.operation_shares import (
     cut_operations,
     encode_operation_share,
 )
-from turnstream_server.commands.bases import BaseModel
-from turnstream_server.commands.checkpoint_paths import CheckpointPath
-from turnstream_server.commands.checkpoints import folder_of
-from turnstream_server.commands.contents import (
-    Content,
-    CreateModel,
-    OptimStep,
-    SaveWeights,
-    encode_content,
-    kind_of,
-)
-from turnstream_server.commands.keys import ALIVE, model_keys
-from turnstream_server.commands.log import Run, submit
-from turnstream_server.commands.models import ModelRecord, create_model
-from turnstream_server.commands.operation_records import encode_operation
-from turnstream_server.commands.results import Answer, Failure, Result, decode_result
-from turnstream_server.commands.sessions import add_member, close_silent
 from turnstream_server.engine.host import Host, Lockstep, Outputs
 from turnstream_server.engine.hosted_base import OPTIMIZER, EngineSettings, HostedBase
 from turnstream_server.engine.hosted_model import ModelSettings
@@ -55,6 +38,23 @@ from turnstream_server.engine.loop import EngineLoop, LoopSettings
 from turnstream_server.engine.options import EngineOptions
 from turnstream_server.engine.service import run_engine, sessions_at
 from turnstream_server.engine.shares import OperationShare, ReadShares
+from turnstream_server.operations.bases import BaseModel
+from turnstream_server.operations.checkpoint_paths import CheckpointPath
+from turnstream_server.operations.checkpoints import folder_of
+from turnstream_server.operations.contents import (
+    Content,
+    CreateModel,
+    OptimStep,
+    SaveWeights,
+    encode_content,
+    kind_of,
+)
+from turnstream_server.operations.keys import ALIVE, model_keys
+from turnstream_server.operations.log import Run, submit
+from turnstream_server.operations.models import ModelRecord, create_model
+from turnstream_server.operations.operation_records import encode_operation
+from turnstream_server.operations.results import Answer, Failure, Result, decode_result
+from turnstream_server.operations.sessions import add_member, close_silent
 from turnstream_server.trainer.operations import OperationLoss
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
 
@@ -76,7 +76,7 @@ class Forward(NamedTuple):
 Command = Operation | Forward | Content
 
 
-class House(NamedTuple):
+class ModelHost(NamedTuple):
     """A base model of its own in a store, and the shared folder of its workers.
 
     Attributes:
@@ -118,13 +118,13 @@ class HostedClient:
 
     Attributes:
         record: the model.
-        num_commands: submitted ones, with the creation.
+        num_operations: submitted ones, with the creation.
     """
 
-    def __init__(self, house: House, record: ModelRecord) -> None:
-        self.house = house
+    def __init__(self, model_host: ModelHost, record: ModelRecord) -> None:
+        self.model_host = model_host
         self.record = record
-        self.num_commands = 1
+        self.num_operations = 1
 
     def create(self, content: CreateModel) -> None:
         """Create the model."""
@@ -140,9 +140,9 @@ class HostedClient:
         async def call(client: redis.asyncio.Redis) -> None:
             for command in commands:
                 kind, content = _encoded(command)
-                number = self.num_commands
+                number = self.num_operations
                 await submit(client, self.record.model_id, number, kind, content)
-                self.num_commands += 1
+                self.num_operations += 1
 
         self._call(call)
 
@@ -167,7 +167,7 @@ class HostedClient:
 
     def stored_results(self) -> dict[int, bytes]:
         """Return the bytes of the results so far by number."""
-        with connect(self.house.url) as client:
+        with connect(self.model_host.url) as client:
             found: Any = client.hgetall(model_keys(self.record.model_id).results)
         return {int(number): data for number, data in found.items()}
 
@@ -189,7 +189,7 @@ class HostedClient:
 
     def saved(self, name: str) -> dict[str, Tensor]:
         """Return weights and moments of a saved checkpoint."""
-        folder = self.house.root / folder_of(self.path(name))
+        folder = self.model_host.root / folder_of(self.path(name))
         tensors: dict[str, Tensor] = {}
         for file in folder.glob("*.safetensors"):
             tensors |= load_file(file)
@@ -201,7 +201,7 @@ class HostedClient:
 
     def _call(self, call: Any) -> None:
         async def connected() -> None:
-            async with connect_async(self.house.url) as client:
+            async with connect_async(self.model_host.url) as client:
                 await call(client)
 
         asyncio.run(connected())
@@ -231,13 +231,13 @@ def passes_of_models() -> Iterator[list[str]]:
         yield passes
 
 
-def new_house(url: str, base: Path, root: Path) -> House:
-    """Return a house with a new base model."""
-    return House(url, f"tiny{next(_numbers)}", base, root)
+def new_model_host(url: str, base: Path, root: Path) -> ModelHost:
+    """Return a cluster with a new base model."""
+    return ModelHost(url, f"tiny{next(_numbers)}", base, root)
 
 
 def serve(
-    house: House,
+    model_host: ModelHost,
     ranks: Ranks,
     *,
     models: Sequence[HostedClient],
@@ -255,14 +255,16 @@ def serve(
         assert time.monotonic() < deadline_s, [each.stored_results().keys() for each in models]
         if until is not None:
             return until()
-        return all(len(each.stored_results()) == each.num_commands for each in models)
+        return all(len(each.stored_results()) == each.num_operations for each in models)
 
-    base = HostedBase(house.name, house.base, settings=EngineSettings(**settings), ranks=ranks)
-    with connect(house.url) as client, contextlib.ExitStack() as stack:
+    base = HostedBase(
+        model_host.name, model_host.base, settings=EngineSettings(**settings), ranks=ranks
+    )
+    with connect(model_host.url) as client, contextlib.ExitStack() as stack:
         host = Host(
-            {house.name: base},
+            {model_host.name: base},
             read_shares=shares_of(client, ranks),
-            open_stream=sessions_at(house.batcher, ranks),
+            open_stream=sessions_at(model_host.batcher, ranks),
             ranks=ranks,
         )
         stack.callback(host.close)
@@ -270,15 +272,15 @@ def serve(
         if not ranks.is_first:
             call.follow()
             return
-        served = BaseModel(house.name, base.context_length, base.vocab_size, "", base.max_rank)
+        served = BaseModel(model_host.name, base.context_length, base.vocab_size, "", base.max_rank)
         own = ModelSettings(worker="w", checkpoint_every=checkpoint_every, gap_s=0.5)
-        loop_settings = LoopSettings(root=house.root, models=own)
+        loop_settings = LoopSettings(root=model_host.root, models=own)
         EngineLoop(client, [served], call=call, settings=loop_settings).run(is_done)
         call.stop()
 
 
 def serve_ranks(
-    house: House,
+    model_host: ModelHost,
     model: HostedClient,
     ranks: Ranks,
     _folder: Path,
@@ -290,7 +292,7 @@ def serve_ranks(
     `budget` is that of a forward pass.
     """
     with patch.object(operation_shares, "_BUDGET", budget):
-        serve(house, ranks, models=[model])
+        serve(model_host, ranks, models=[model])
 
 
 def shares_of(client: redis.Redis, ranks: Ranks) -> ReadShares:
@@ -314,18 +316,18 @@ def shares_of(client: redis.Redis, ranks: Ranks) -> ReadShares:
     return read
 
 
-def _work(house: House, failpoint: str, checkpoint_every: int) -> None:
+def _work(model_host: ModelHost, failpoint: str, checkpoint_every: int) -> None:
     torch.set_num_threads(1)
     failpoints.arm(failpoint)
     options = EngineOptions(
-        base_model=[f"{house.name}={house.base}"],
-        folder=house.root,
-        redis_url=house.url,
-        batcher_target=house.batcher,
+        base_model=[f"{model_host.name}={model_host.base}"],
+        folder=model_host.root,
+        redis_url=model_host.url,
+        batcher_target=model_host.batcher,
         worker="w",
         checkpoint_every=checkpoint_every,
     )
-    with connect(house.url) as client:
+    with connect(model_host.url) as client:
         run_engine(options, make_read_shares=lambda _, ranks: shares_of(client, ranks))
 
 

@@ -11,11 +11,11 @@ import redis
 from testkit.sdks import BASE, Hosting
 from testkit.waiting import wait_until
 from turnstream.store.client.connection import connect
-from turnstream_server.commands.bases import served_bases
-from turnstream_server.commands.keys import model_keys
 from turnstream_server.embedded import free_port
-from turnstream_server.jobs.stack import Service, Stack
+from turnstream_server.launch.stack import Service, Stack
 from turnstream_server.models.byte_model import byte_model_spec, write_byte_model
+from turnstream_server.operations.bases import served_bases
+from turnstream_server.operations.keys import model_keys
 
 READY_S: Final = 180.0
 

@@ -77,7 +77,7 @@ class LargeRun(LimitStore):
         """Write the ledger, and nothing else."""
         entries = {key.trajectory_id: value for key, value in _entries()}
         self.fill(self.keys.ledger, entries.items())
-        self.fill(self.keys.held, ((each, "70000") for each in entries))
+        self.fill(self.keys.payload_bytes, ((each, "70000") for each in entries))
         open_ids = [each for each, value in entries.items() if value.startswith("open")]
         self.score(self.keys.leases, ((each, _LATER) for each in open_ids))
         counts = Counter(value.partition(":")[0] for value in entries.values())
@@ -132,10 +132,12 @@ class LargeRun(LimitStore):
             )
             for step in range(1, RELEASED + 1)
         )
-        self.fill(self.keys.past, ((str(each.step), encode_batch(each)) for each in batches))
+        self.fill(
+            self.keys.finished_batches, ((str(each.step), encode_batch(each)) for each in batches)
+        )
         for number in range(_RECORDS):
             ends = {key: _ENDS[key.sample % 2] for key in _keys(f"end-{number}-", 500)}
-            self.fill(self.keys.ended, [(str(number), encode_ends(ends))])
+            self.fill(self.keys.untrained, [(str(number), encode_ends(ends))])
         reasons = (f"{end} {number}" for number in range(250) for end in _ENDS[:2])
         self.fill(self.keys.reasons, ((each, _RECORDS) for each in reasons))
 
@@ -160,7 +162,7 @@ class LargeRun(LimitStore):
     def _others(self) -> None:
         """Dead letters, versions, observers and prompts."""
         letters = (f"dead-{number}/0/0" for number in range(_MANY))
-        self.fill(self.keys.letters, ((each, "1700000000000:70000") for each in letters))
+        self.fill(self.keys.dead_letters, ((each, "1700000000000:70000") for each in letters))
         pipeline = self.client.pipeline(transaction=False)
         for number in range(1, _MANY + 1):
             damaged: Any = {"r": b"r" * 4_096, "why": "w" * 500}
@@ -173,7 +175,7 @@ class LargeRun(LimitStore):
         observers = (f"observer-{number}" for number in range(512))
         self.fill(self.keys.observers, ((e, f"5:{_LATER:.0f}:60000@owner") for e in observers))
         self.fill(self.keys.prompts, [("added", 20_000), ("next", 12_000), ("done", 10_000)])
-        self.score(self.keys.again, ((str(number), number) for number in range(2_000)))
+        self.score(self.keys.retry, ((str(number), number) for number in range(2_000)))
 
 
 def add_runs(client: redis.Redis) -> None:

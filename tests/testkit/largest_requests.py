@@ -37,7 +37,6 @@ from turnstream.store.run.runs import create_run
 from turnstream.types import GroupOpened, StoredTurn
 from turnstream.wire import tinker_pb2 as wire
 from turnstream.wire.v1 import calls_pb2 as calls_wire
-from turnstream_server.commands.bases import BaseModel
 from turnstream_server.gateway.bodies import MAX_SMALL_BYTES
 from turnstream_server.gateway.parsers import MAX_BRACKETS, MAX_JSON_BYTES
 from turnstream_server.gateway.rest.bodies import (
@@ -49,6 +48,7 @@ from turnstream_server.gateway.rest.bodies import (
 from turnstream_server.gateway.rest.generators.plan import MAX_CALLS, MAX_FIELDS, MAX_READS
 from turnstream_server.gateway.rest.ingest.arrow_bodies import MAX_PARTS, MAX_VALUES
 from turnstream_server.ledger.core.scan import PAGE_EVENTS
+from turnstream_server.operations.bases import BaseModel
 
 LONG_EVENTS: Final = 5
 """Events of the largest size, each of which is a slice."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from turnstream.batching.rows.operations import LOSS_INPUTS, Datum, Operation
-from turnstream_server.commands.operation_records import encode_operation
+from turnstream_server.operations.operation_records import encode_operation
 
 
 def make_operation(

@@ -10,10 +10,10 @@ from redis.exceptions import ResponseError
 
 from testkit.turns import turn
 from turnstream.generator.encode.encoder import TrajectoryDraft
-from turnstream.generator.outbox.calls import Call, Round
 from turnstream.generator.outbox.outbox import Outbox
-from turnstream.generator.outbox.receipts import Delivery
-from turnstream.generator.outbox.trajectory_queue import Lane
+from turnstream.generator.outbox.receipts import PendingWrite
+from turnstream.generator.outbox.rounds import Call, Round
+from turnstream.generator.outbox.trajectory_queue import TrajectoryQueue
 from turnstream.generator.transport.redis_transport import num_replies, parse_replies
 from turnstream.types import GroupOpened, Status, TrajectoryKey
 
@@ -35,14 +35,14 @@ class OutboxDriver:
         self.now_s = 100.0
         self.drafts = {key: TrajectoryDraft(key) for key in KEYS}
 
-    def open_lanes(self, num_lanes: int = 1, *, sync: Any = "everysec") -> list[Lane]:
-        """Return the lanes of an admitted group; `sync` is the store's `appendfsync`."""
-        lanes = self.request(num_lanes)
+    def open_queues(self, num_queues: int = 1, *, sync: Any = "everysec") -> list[TrajectoryQueue]:
+        """Return the trajectories of an admitted group; `sync` is the store's `appendfsync`."""
+        queues = self.request(num_queues)
         sent = self.take_round()
         setting = sync if isinstance(sync, Exception) else [b"appendfsync", sync.encode()]
-        replies = [*[b"sha"] * (num_replies(sent) - 2), setting, [1] * num_lanes]
+        replies = [*[b"sha"] * (num_replies(sent) - 2), setting, [1] * num_queues]
         self.answered(sent, replies)
-        return lanes
+        return queues
 
     def answer_group(self, *queued: Any, executed: Any) -> Round:
         """Take a round that is one transaction, and answer it."""
@@ -51,32 +51,34 @@ class OutboxDriver:
         self.answered(sent, [b"OK", *queued, executed])
         return sent
 
-    def request(self, num_lanes: int = 1, opened: Delivery | None = None) -> list[Lane]:
-        """Return the lanes of a group that requests admission."""
+    def request(
+        self, num_queues: int = 1, opened: PendingWrite | None = None
+    ) -> list[TrajectoryQueue]:
+        """Return the trajectories of a group that requests admission."""
         group = GroupOpened(group_id="g", prompt_uid="", num_samples=3)
-        return self.outbox.admissions.request(group, KEYS[:num_lanes], opened=opened)
+        return self.outbox.admissions.request(group, KEYS[:num_queues], opened=opened)
 
-    def append(self, lane: Lane, response: str = "B") -> Delivery:
+    def append(self, queue: TrajectoryQueue, response: str = "B") -> PendingWrite:
         """Append a turn."""
-        receipt = Delivery()
-        self.outbox.append(lane, self.drafts[lane.key].add(turn("a", response)), receipt)
+        receipt = PendingWrite()
+        self.outbox.append(queue, self.drafts[queue.key].add(turn("a", response)), receipt)
         return receipt
 
-    def open_with_turn(self) -> Lane:
-        """Return a lane with one acknowledged turn."""
-        (lane,) = self.open_lanes()
-        self.append(lane)
+    def open_with_turn(self) -> TrajectoryQueue:
+        """Return a trajectory with one acknowledged turn."""
+        (queue,) = self.open_queues()
+        self.append(queue)
         self.answer(1)
-        return lane
+        return queue
 
-    def seal(self, lane: Lane) -> Delivery:
-        """Seal the trajectory of a lane."""
-        end = Delivery()
+    def seal(self, queue: TrajectoryQueue) -> PendingWrite:
+        """Seal the trajectory of a trajectory."""
+        end = PendingWrite()
         nothing: dict[str, Any] = dict.fromkeys(
             ("reward_components", "sampling", "tags", "metrics")
         )
-        seal = self.drafts[lane.key].seal(reward=1.0, status=Status.COMPLETED, **nothing)
-        self.outbox.seal(lane, seal, merged_tokens=2, end=end)
+        seal = self.drafts[queue.key].seal(reward=1.0, status=Status.COMPLETED, **nothing)
+        self.outbox.seal(queue, seal, merged_tokens=2, end=end)
         return end
 
     def take(self) -> Round | None:
@@ -98,7 +100,7 @@ class OutboxDriver:
     def restart(self) -> None:
         """Lose a round, with a call if none waits; a restarted store answers the next."""
         if self.outbox.is_idle:
-            self.outbox.run_calls.close_run("", Delivery())
+            self.outbox.run_calls.close_run("", PendingWrite())
         self.reconnect()
         self.answer()
 
@@ -164,17 +166,19 @@ def _well(call: Call) -> Any:
             return 1
 
 
-def driver_with_seal(**limits: Any) -> tuple[OutboxDriver, Lane, Delivery]:
+def driver_with_seal(**limits: Any) -> tuple[OutboxDriver, TrajectoryQueue, PendingWrite]:
     """Return an outbox with one trajectory whose seal is stored, and posted next."""
-    driver, lane = driver_with_lane(**limits)
-    driver.append(lane)
-    end = driver.seal(lane)
+    driver, queue = driver_with_queue(**limits)
+    driver.append(queue)
+    end = driver.seal(queue)
     driver.answer(2)
-    return driver, lane, end
+    return driver, queue, end
 
 
-def driver_with_lane(*, sync: str = "everysec", **limits: Any) -> tuple[OutboxDriver, Lane]:
+def driver_with_queue(
+    *, sync: str = "everysec", **limits: Any
+) -> tuple[OutboxDriver, TrajectoryQueue]:
     """Return an outbox with one open trajectory."""
     driver = OutboxDriver(**limits)
-    (lane,) = driver.open_lanes(sync=sync)
-    return driver, lane
+    (queue,) = driver.open_queues(sync=sync)
+    return driver, queue

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from testkit.sdks import BASE, NEWEST, Hosting, Sdk
-from turnstream_server.jobs.up import API_KEY
+from turnstream_server.launch.up import API_KEY
 
 RUN_S: Final = 480.0
 """Limit of a run. The SDK repeats a submit for 5 minutes, and then raises."""

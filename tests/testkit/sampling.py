@@ -15,21 +15,21 @@ from numpy.typing import NDArray
 
 from testkit.waiting import wait_until
 from turnstream.store.client.connection import connect_async
-from turnstream_server.commands.keys import sampler_keys, samples_key
-from turnstream_server.commands.request_ids import RequestId
-from turnstream_server.commands.results import Failure, Result, decode_result
-from turnstream_server.commands.samplers import (
+from turnstream_server.models.adapters import Adapters
+from turnstream_server.models.byte_model import byte_model_spec, write_byte_model
+from turnstream_server.models.policy import load_policy, save_policy
+from turnstream_server.models.sampling_params import SampleResult, SamplingParams
+from turnstream_server.models.spec import AdapterConfig
+from turnstream_server.operations.keys import sampler_keys, samples_key
+from turnstream_server.operations.request_ids import RequestId
+from turnstream_server.operations.results import Failure, Result, decode_result
+from turnstream_server.operations.samplers import (
     SampleRequest,
     SamplerRecord,
     cancel_sample,
     submit_sample,
     write_sampler,
 )
-from turnstream_server.models.adapters import Adapters
-from turnstream_server.models.byte_model import byte_model_spec, write_byte_model
-from turnstream_server.models.policy import load_policy, save_policy
-from turnstream_server.models.sampling_params import SampleResult, SamplingParams
-from turnstream_server.models.spec import AdapterConfig
 
 _numbers = itertools.count()
 

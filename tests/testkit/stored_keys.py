@@ -6,8 +6,8 @@ import re
 from typing import Final
 
 from turnstream.store.client import keys
-from turnstream_server.commands import keys as command_keys
 from turnstream_server.keys.store import KEYS
+from turnstream_server.operations import keys as command_keys
 
 _ROW: Final = re.compile(r"^(\S+) +(stream|hash|zset|set)\b", re.MULTILINE)
 _TYPES: Final = dict(_ROW.findall(keys.__doc__ or ""), incarnation="string")

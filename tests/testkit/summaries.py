@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from testkit import sealed
-from turnstream_server.jobs.summary import Summary, summarise
+from turnstream_server.console.summary import Summary, summarise
 
 
 def make_summary(*rewards: float, ledger: Mapping[str, int] | None = None, **given: Any) -> Summary:

@@ -47,7 +47,7 @@ def modules_loaded_by(code: str) -> set[str]:
             RECORDS,
         ),
         (
-            "import turnstream_server.jobs.demo, turnstream_server.jobs.replay",
+            "import turnstream_server.launch.demo, turnstream_server.launch.replay",
             {"torch", "transformers"},
         ),
     ],

@@ -15,7 +15,7 @@ import typer
 from turnstream.errors import TurnstreamError
 from turnstream_server.cli import dead, key, run, serve, store
 from turnstream_server.cli.options import console, environment, interruptible
-from turnstream_server.jobs.options import DemoOptions, ReplayOptions
+from turnstream_server.launch.options import DemoOptions, ReplayOptions
 from turnstream_server.options import with_options
 
 app = typer.Typer(
@@ -46,7 +46,7 @@ def demo(options: DemoOptions) -> None:
     Starts store, batcher, trainer and generators as processes, shows their progress, and ends in
     a summary. Exits with 1 when the mean reward has not doubled, or has not reached --goal.
     """
-    from turnstream_server.jobs.demo import run_demo
+    from turnstream_server.launch.demo import run_demo
 
     with interruptible():
         raise typer.Exit(run_demo(environment(), options, console()))
@@ -59,7 +59,7 @@ def replay(options: ReplayOptions) -> None:
 
     Every trajectory of the file is published turn by turn, and every group is trained on once.
     """
-    from turnstream_server.jobs.replay import run_replay_job
+    from turnstream_server.launch.replay import run_replay_job
 
     with interruptible():
         run_replay_job(environment(), options, console())
@@ -86,7 +86,7 @@ def up(
 
     With --base-model, the tinker SDK trains and samples through the gateway.
     """
-    from turnstream_server.jobs.up import run_up
+    from turnstream_server.launch.up import run_up
 
     ports = {"batcher_port": port, "store_port": store_port, "http_port": http_port}
     given = {name: value for name, value in ports.items() if value is not None}

@@ -23,23 +23,23 @@ Names = Annotated[
 @app.command("list")
 def list_(run: RunArgument, redis: Redis = "", as_json: AsJson = False) -> None:
     """List the dead letters of a run."""
-    from turnstream_server.jobs import dead_letters as jobs
+    from turnstream_server.console import dead_letters as command
 
-    content = jobs.list_dead_letters(store_url(redis), run)
-    output(content, jobs.print_dead_letters, as_json=as_json)
+    content = command.list_dead_letters(store_url(redis), run)
+    output(content, command.print_dead_letters, as_json=as_json)
 
 
 @app.command()
 def show(run: RunArgument, names: Names, redis: Redis = "", as_json: AsJson = False) -> None:
     """Show dead letters, with the defect of each record."""
-    from turnstream_server.jobs import dead_letters as jobs
+    from turnstream_server.console import dead_letters as command
 
     url = store_url(redis)
     for name in names:
         if as_json:
-            typer.echo(jobs.dead_letter_json(url, run, name))
+            typer.echo(command.dead_letter_json(url, run, name))
         else:
-            jobs.print_dead_letter(url, run, name, console())
+            command.print_dead_letter(url, run, name, console())
 
 
 @app.command()
@@ -51,16 +51,16 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write everything that is stored of a dead letter to a file, as JSON."""
-    from turnstream_server.jobs import dead_letters as jobs
+    from turnstream_server.console import dead_letters as command
 
-    out.write_text(jobs.dead_letter_json(store_url(redis), run, name), encoding="utf-8")
+    out.write_text(command.dead_letter_json(store_url(redis), run, name), encoding="utf-8")
     say(f"{name} is written to {out}", as_json=as_json, name=name, file=str(out))
 
 
 @app.command()
 def discard(run: RunArgument, names: Names, redis: Redis = "", as_json: AsJson = False) -> None:
     """Delete the payload of dead letters; the reasons stay."""
-    from turnstream_server.jobs import dead_letters as jobs
+    from turnstream_server.console import dead_letters as command
 
-    done = jobs.discard(store_url(redis), run, names)
+    done = command.discard(store_url(redis), run, names)
     say(f"{done} discarded", as_json=as_json, discarded=names)

@@ -42,11 +42,11 @@ def create(
     as_json: AsJson = False,
 ) -> None:
     """Create a key, and print it. It is not stored: only its hash is."""
-    from turnstream_server.jobs import key_commands as jobs
+    from turnstream_server.console import key_commands as command
     from turnstream_server.keys.records import KeyLimits
 
     limits = KeyLimits(requests_per_s, bytes_per_s, max_body_bytes)
-    secret = jobs.create(
+    secret = command.create(
         store_url(redis), name, roles=role, runs=run or [], expires=expires, limits=limits
     )
     say(secret, as_json=as_json, name=name, key=secret)
@@ -55,15 +55,15 @@ def create(
 @app.command("list")
 def list_(redis: Redis = "", as_json: AsJson = False) -> None:
     """List all keys, without the keys themselves."""
-    from turnstream_server.jobs import key_commands as jobs
+    from turnstream_server.console import key_commands as command
 
-    output(jobs.read_keys(store_url(redis)), jobs.print_keys, as_json=as_json)
+    output(command.read_keys(store_url(redis)), command.print_keys, as_json=as_json)
 
 
 @app.command()
 def revoke(name: Name, redis: Redis = "", as_json: AsJson = False) -> None:
     """Delete a key. Requests with it are refused a second later."""
-    from turnstream_server.jobs import key_commands as jobs
+    from turnstream_server.console import key_commands as command
 
-    jobs.revoke(store_url(redis), name)
+    command.revoke(store_url(redis), name)
     say(f"key {name} is revoked", as_json=as_json, name=name)

@@ -65,7 +65,7 @@ def output(
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Treat SIGTERM as Ctrl-C in the block; both print "interrupted" and exit with status 130."""
-    from turnstream_server.jobs.stack import terminate_as_interrupt
+    from turnstream_server.launch.stack import terminate_as_interrupt
 
     try:
         with terminate_as_interrupt():

@@ -14,7 +14,7 @@ from turnstream_server.options import AsJson, Redis, RunArgument
 
 if TYPE_CHECKING:
     from turnstream.types import RecoveryToken
-    from turnstream_server.jobs.run_commands import RunCommand
+    from turnstream_server.console.run_commands import RunCommand
 
 app = group("Runs: create, read, change, end.")
 
@@ -36,7 +36,7 @@ def create(
     as_json: AsJson = False,
 ) -> None:
     """Create a run. A run of this name with the same settings is accepted."""
-    from turnstream_server.jobs.run_commands import create
+    from turnstream_server.console.run_commands import create
 
     name = create(store_url(redis), run, settings or [], config_file)
     say(f"run {name} is ready", as_json=as_json, run=name)
@@ -45,10 +45,10 @@ def create(
 @app.command("list")
 def list_(redis: Redis = "", as_json: AsJson = False) -> None:
     """List the runs of a store."""
-    from turnstream_server.jobs import runs as jobs
+    from turnstream_server.console import runs as command
 
     url = store_url(redis)
-    output(jobs.read_runs(url), functools.partial(jobs.print_runs, url), as_json=as_json)
+    output(command.read_runs(url), functools.partial(command.print_runs, url), as_json=as_json)
 
 
 @app.command()
@@ -61,10 +61,10 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show the progress, the last batch and the settings of a run."""
-    from turnstream_server.jobs import runs as jobs
+    from turnstream_server.console import runs as command
 
-    print_run = functools.partial(jobs.print_run, show_all=show_all)
-    output(jobs.read_run(store_url(redis), run), print_run, as_json=as_json)
+    print_run = functools.partial(command.print_run, show_all=show_all)
+    output(command.read_run(store_url(redis), run), print_run, as_json=as_json)
 
 
 @app.command()
@@ -78,7 +78,7 @@ def revise(
     as_json: AsJson = False,
 ) -> None:
     """Change settings of a run from a step on."""
-    from turnstream_server.jobs.run_commands import revise_run
+    from turnstream_server.console.run_commands import revise_run
 
     lines = [*revise_run(store_url(redis), run, settings or [], from_step=from_step)]
     say("\n".join(lines), as_json=as_json, run=run, from_step=from_step, changes=lines[1:])
@@ -106,7 +106,7 @@ def remove_observer(
     as_json: AsJson = False,
 ) -> None:
     """Remove an observer, so that no step is kept for it. A running one gets an error."""
-    from turnstream_server.jobs.run_commands import remove_observer as remove
+    from turnstream_server.console.run_commands import remove_observer as remove
 
     words = remove(store_url(redis), run, observer)
     say(words, as_json=as_json, run=run, observer=observer)
@@ -186,7 +186,7 @@ def replan(
     The damaged trajectories become dead letters. The trainer session ends; restart the trainer with
     its recovery token.
     """
-    from turnstream_server.jobs.run_commands import replan
+    from turnstream_server.console.run_commands import replan
 
     done = replan(store_url(redis), run, wait_s=wait_s)
     say(f"planned again: {done}", as_json=as_json, run=run, steps=done)
@@ -219,7 +219,7 @@ def delete(
 def _change_state(
     redis: str, run: str, command: RunCommand, state: str, *, as_json: bool, **options: str | None
 ) -> None:
-    from turnstream_server.jobs.run_commands import change_state
+    from turnstream_server.console.run_commands import change_state
 
     done = change_state(store_url(redis), run, command, **options)
     say(done, as_json=as_json, run=run, state=state)

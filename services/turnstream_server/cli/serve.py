@@ -194,6 +194,6 @@ def sampler(
 
 
 def _end_with_stdin() -> None:
-    from turnstream_server.jobs.stack import end_when_stdin_closes
+    from turnstream_server.launch.stack import end_when_stdin_closes
 
     end_when_stdin_closes()

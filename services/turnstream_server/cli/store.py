@@ -34,25 +34,25 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show progress, ledger, newest batch and the first reason for waiting, on one screen."""
-    from turnstream_server.jobs import status as jobs
+    from turnstream_server.console import status as command
 
     url = store_url(redis)
     if watch and not as_json:
         with interruptible():
-            jobs.watch_status(url, run, console())
-    found = jobs.read_status(url, run)
+            command.watch_status(url, run, console())
+    found = command.read_status(url, run)
     if as_json:
         typer.echo(json.dumps(found if run is None else found[0], indent=2))
     else:
-        jobs.print_status(url, found, console())
+        command.print_status(url, found, console())
 
 
 @app.command(rich_help_panel=PANEL)
 def why(run: RunArgument, redis: Redis = "", as_json: AsJson = False) -> None:
     """Explain why a run waits, the most important reason first."""
-    from turnstream_server.jobs import status as jobs
+    from turnstream_server.console import status as command
 
-    output(jobs.read_reasons(store_url(redis), run), jobs.print_reasons, as_json=as_json)
+    output(command.read_reasons(store_url(redis), run), command.print_reasons, as_json=as_json)
 
 
 @app.command(rich_help_panel=PANEL)
@@ -68,10 +68,10 @@ def text(
     as_json: AsJson = False,
 ) -> None:
     """Print a trajectory as text: prompts, sampled and masked tokens, turns, rewards."""
-    from turnstream_server.jobs import trajectory_text as jobs
+    from turnstream_server.console import trajectory_text as command
 
-    content = jobs.read_text(store_url(redis), run, trajectory, tokenizer=tokenizer)
-    output(content, jobs.print_text, as_json=as_json, ensure_ascii=False)
+    content = command.read_text(store_url(redis), run, trajectory, tokenizer=tokenizer)
+    output(content, command.print_text, as_json=as_json, ensure_ascii=False)
 
 
 @app.command(rich_help_panel=PANEL)
@@ -84,14 +84,14 @@ def ledger(
     as_json: AsJson = False,
 ) -> None:
     """Count the trajectories of a run by state, or show the history of one."""
-    from turnstream_server.jobs import ledger as jobs
+    from turnstream_server.console import ledger as command
 
     url = store_url(redis)
     if trajectory is None:
-        output(jobs.read_run_ledger(url, run), jobs.print_ledger, as_json=as_json)
+        output(command.read_run_ledger(url, run), command.print_ledger, as_json=as_json)
     else:
-        content = jobs.read_trajectory(url, run, trajectory)
-        output(content, functools.partial(jobs.print_trajectory, run), as_json=as_json)
+        content = command.read_trajectory(url, run, trajectory)
+        output(content, functools.partial(command.print_trajectory, run), as_json=as_json)
 
 
 @app.command(rich_help_panel=PANEL)
@@ -111,28 +111,28 @@ def batch(
     as_json: AsJson = False,
 ) -> None:
     """Show the content of one batch: sizes, rewards, advantages."""
-    from turnstream_server.jobs import batches as jobs
-    from turnstream_server.jobs import merges
+    from turnstream_server.console import batches as command
+    from turnstream_server.console import merges
 
     url = store_url(redis)
     if out is not None:
         ranks = {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
-        paths = [str(path) for path in jobs.write_batch(url, run, step, out, **ranks)]
+        paths = [str(path) for path in command.write_batch(url, run, step, out, **ranks)]
         say("\n".join(paths), as_json=as_json, files=paths)
     elif merge:
         output(merges.read_merge(url, run, step), merges.print_merge, as_json=as_json)
     else:
-        print_batch = functools.partial(jobs.print_batch, run, show_all=show_all)
-        output(jobs.read_batch(url, run, step), print_batch, as_json=as_json)
+        print_batch = functools.partial(command.print_batch, run, show_all=show_all)
+        output(command.read_batch(url, run, step), print_batch, as_json=as_json)
 
 
 @app.command(rich_help_panel=PANEL)
 def evals(run: RunArgument, redis: Redis = "", as_json: AsJson = False) -> None:
     """Show the results of evaluations, for each version of the weights."""
-    from turnstream_server.jobs import evals as jobs
+    from turnstream_server.console import evals as command
 
-    results = jobs.read_evals(store_url(redis), run)
-    output(results, functools.partial(jobs.print_evals, run), as_json=as_json)
+    results = command.read_evals(store_url(redis), run)
+    output(results, functools.partial(command.print_evals, run), as_json=as_json)
 
 
 @app.command(rich_help_panel=PANEL)
@@ -143,7 +143,7 @@ def archive(
     as_json: AsJson = False,
 ) -> None:
     """Write the committed steps that are still stored as Parquet files."""
-    from turnstream_server.jobs.batches import archive_run
+    from turnstream_server.console.batches import archive_run
 
     paths = [str(path) for path in archive_run(store_url(redis), run, folder)]
     say("\n".join(paths) or "nothing to write", as_json=as_json, files=paths)
@@ -164,7 +164,7 @@ def plot(
     as_json: AsJson = False,
 ) -> None:
     """Draw reward, loss, KL and tokens per second over the steps of a trainer."""
-    from turnstream_server.jobs.plots import read_metrics
+    from turnstream_server.console.plots import read_metrics
     from turnstream_server.trainer.reporting.plot import plot_metrics
 
     found = read_metrics(source, redis_url=store_url(redis))

@@ -1,1 +1,1 @@
-"""Workers that run the commands of hosted models: the operations of the Tinker API."""
+"""Workers that run the operations of hosted models: the operations of the Tinker API."""

@@ -1,7 +1,7 @@
 """Durable checkpoints of a hosted model: the state from which its log is run again.
 
 Each is a folder `models/<model>/<number>-<random>` below the shared folder of the workers, with
-weights and moments after the command of that number. The log names the newest one. The one before
+weights and moments after the operation of that number. The log names the newest one. The one before
 it is kept too: a store may lose its last second of writes in a power cut. All others are removed.
 """
 
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from turnstream.types.names import decode_name, file_name
-from turnstream_server.commands.checkpoints import session_folder
-from turnstream_server.commands.keys import MODEL_ID
-from turnstream_server.commands.results import Result, decode_result, encode_result
 from turnstream_server.models.folders import remove_folder
+from turnstream_server.operations.checkpoints import session_folder
+from turnstream_server.operations.keys import MODEL_ID
+from turnstream_server.operations.results import Result, decode_result, encode_result
 
 _MODELS: Final = "models"
 _RESULT: Final = "result"
@@ -52,7 +52,7 @@ class DurableFolders:
         self._folder = root / _MODELS / file_name(model_id)
 
     def new_name(self, number: int) -> str:
-        """Return a new name for a checkpoint after a command.
+        """Return a new name for a checkpoint after an operation.
 
         It is new each time, so that no worker replaces the folder of another one.
         """
@@ -73,7 +73,7 @@ class DurableFolders:
         remove_folder(self._folder)
 
     def result(self, name: str) -> Result | None:
-        """Return the result of the command whose effect a checkpoint holds, if it is known."""
+        """Return the result of the operation whose effect a checkpoint holds, if it is known."""
         file = self.path(name) / _RESULT
         return decode_result(file.read_bytes()) if file.is_file() else None
 
@@ -85,7 +85,7 @@ class DurableFolders:
 
 
 def result_file(result: Result | None) -> dict[str, bytes]:
-    """Return the file that holds the result of a command, which is written after the checkpoint."""
+    """Return the file with the result of an operation, which is written after the checkpoint."""
     return {} if result is None else {_RESULT: encode_result(result)}
 
 

@@ -13,15 +13,15 @@ import torch
 from numpy.typing import NDArray
 
 from turnstream.errors import TurnstreamError
-from turnstream_server.commands.age import encrypt_folder
-from turnstream_server.commands.contents import ForwardBackwardRun
-from turnstream_server.commands.log import Run
-from turnstream_server.commands.models import ModelRecord
 from turnstream_server.engine.hosted_base import HostedBase, LoadedModel, write
 from turnstream_server.engine.run_streams import OpenStream, RunStreams
 from turnstream_server.engine.run_training import RunReport, check_fits, train_mini_batch
 from turnstream_server.engine.shares import OperationShare, ReadShares, one_pass_each
 from turnstream_server.models.folders import name_base, new_folder
+from turnstream_server.operations.age import encrypt_folder
+from turnstream_server.operations.contents import ForwardBackwardRun
+from turnstream_server.operations.log import Run
+from turnstream_server.operations.models import ModelRecord
 from turnstream_server.trainer.optimizer import StepReport
 from turnstream_server.trainer.passes import Turns
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
@@ -307,7 +307,7 @@ class Lockstep:
 
 @contextlib.contextmanager
 def _exiting_alone() -> Iterator[None]:
-    """End the process if another rank has ended: no command has failed, and all ranks restart."""
+    """End the process if another rank has ended: no operation has failed, and all ranks restart."""
     try:
         yield
     except RuntimeError as error:

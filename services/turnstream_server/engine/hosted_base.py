@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from turnstream.errors import BatchingError
-from turnstream_server.commands.models import ModelRecord
 from turnstream_server.models.policy import load_policy, recompute_layers
 from turnstream_server.models.spec import AdapterConfig
+from turnstream_server.operations.models import ModelRecord
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
 from turnstream_server.trainer.settings import AdamSettings, Layout

@@ -1,11 +1,11 @@
 """One hosted model, as the first rank of its worker runs it.
 
-The state of a model is that of its durable checkpoint, and the commands after it. So a model is
-rebuilt from both: after a restart, and after a command that has failed half-way.
+The state of a model is that of its durable checkpoint, and the operations after it. So a model is
+rebuilt from both: after a restart, and after an operation that has failed half-way.
 
-A result is written after the command has run. Commands that write a durable checkpoint themselves
-(`create`, `load_weights`) keep their result in it: once the log names the checkpoint, they are not
-run again.
+A result is written after the operation has run. Operations that write a durable checkpoint
+themselves (`create`, `load_weights`) keep their result in it: once the log names the checkpoint,
+they are not run again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,24 @@ from turnstream.errors import (
     RunNotFoundError,
     UnavailableError,
 )
-from turnstream_server.commands.contents import (
+from turnstream_server.engine.durable import (
+    DurableFolders,
+    positions_file,
+    remove_session_files,
+    result_file,
+)
+from turnstream_server.engine.host import Host, Lockstep
+from turnstream_server.engine.metrics import OPERATION_SECONDS, OPERATIONS
+from turnstream_server.engine.saving import Saver
+from turnstream_server.engine.trained_runs import REPLAY_S, RunSessionEndedError, TrainedRuns
+from turnstream_server.engine.training import (
+    PassError,
+    leaves_gradient,
+    run_optim_step,
+    run_training,
+)
+from turnstream_server.failpoints import failpoint
+from turnstream_server.operations.contents import (
     TRAINING_KINDS,
     CreateModel,
     ForwardBackwardRun,
@@ -36,26 +53,9 @@ from turnstream_server.commands.contents import (
     SaveWeights,
     decode_content,
 )
-from turnstream_server.commands.log import DEFAULT_GAP_S, Lost, ModelLog, Run
-from turnstream_server.commands.models import ModelRecord
-from turnstream_server.commands.results import Answer, Failure, Result
-from turnstream_server.engine.durable import (
-    DurableFolders,
-    positions_file,
-    remove_session_files,
-    result_file,
-)
-from turnstream_server.engine.host import Host, Lockstep
-from turnstream_server.engine.metrics import COMMAND_SECONDS, COMMANDS
-from turnstream_server.engine.saving import Saver
-from turnstream_server.engine.trained_runs import REPLAY_S, RunSessionEndedError, TrainedRuns
-from turnstream_server.engine.training import (
-    PassError,
-    leaves_gradient,
-    run_optim_step,
-    run_training,
-)
-from turnstream_server.failpoints import reach
+from turnstream_server.operations.log import DEFAULT_GAP_S, Lost, ModelLog, Run
+from turnstream_server.operations.models import ModelRecord
+from turnstream_server.operations.results import Answer, Failure, Result
 from turnstream_server.trainer.passes import Turns
 
 logger = logging.getLogger(__name__)
@@ -63,10 +63,10 @@ logger = logging.getLogger(__name__)
 _UNCHANGING: Final = (
     *("forward", "save_weights", "save_weights_for_sampler", "save_weights_external"),
 )
-"""Kinds of commands after whose errors the model is as before."""
+"""Kinds of operations after whose errors the model is as before."""
 
 _PASSED_ON: Final = (UnavailableError, FencedError, EndOfRunError, RunNotFoundError)
-"""Errors of the store or a batcher, and not of a command."""
+"""Errors of the store or a batcher, and not of an operation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class HostedModel:
                 raise
 
     def advance(self) -> bool:
-        """Run the commands that are next, or one of their forward passes.
+        """Run the operations that are next, or one of their forward passes.
 
         Returns whether there were any. The first calls acquire the log and build the model.
 
@@ -170,7 +170,7 @@ class HostedModel:
             return True
         if isinstance(work, Lost):
             logger.warning(
-                "model %s: command %d has never arrived: %d commands after it have failed",
+                "model %s: operation %d has never arrived: %d operations after it have failed",
                 *(self.record.model_id, work.missing, len(work.failed) - 1),
             )
             return True
@@ -260,9 +260,9 @@ class HostedModel:
             self._unwritten = {run.last: self._covering}
         else:
             self._unwritten = yield from self._results(log, run)
-        reach("engine.after_run")
+        failpoint("engine.after_run")
         self._settle(log)
-        reach("engine.after_finish")
+        failpoint("engine.after_finish")
         self._newest = run.last
         is_due = self._num_steps >= self._settings.checkpoint_every or self._runs.needs_checkpoint
         is_whole = self._is_built and self._trouble is None and not self._has_gradient
@@ -278,11 +278,11 @@ class HostedModel:
             self._unwritten = {}
 
     def _results(self, log: ModelLog, run: Run) -> Turns[dict[int, Result]]:
-        """Return the results of commands; after a half-way failure the model is not built."""
-        with COMMAND_SECONDS.labels(run.kind).time():
+        """Return the results of operations; after a half-way failure the model is not built."""
+        with OPERATION_SECONDS.labels(run.kind).time():
             results = yield from self._run_or_fail(log, run)
         for result in results.values():
-            COMMANDS.labels(run.kind, "failed" if isinstance(result, Failure) else "done").inc()
+            OPERATIONS.labels(run.kind, "failed" if isinstance(result, Failure) else "done").inc()
         return results
 
     def _run_or_fail(self, log: ModelLog, run: Run) -> Turns[dict[int, Result]]:
@@ -363,7 +363,7 @@ class HostedModel:
         self._runs.applied()
 
     def _cover(self, log: ModelLog, number: int, result: Result | None = None) -> None:
-        """Write a durable checkpoint after a command, which there must be no gradient after."""
+        """Write a durable checkpoint after an operation, which there must be no gradient after."""
         name = self._durable.new_name(number)
         self._call(
             Host.save,
@@ -372,10 +372,10 @@ class HostedModel:
             optimizer=True,
             files=result_file(result) | positions_file(self._runs.positions()),
         )
-        reach("engine.after_durable")
-        reach("engine.before_cover")
+        failpoint("engine.after_durable")
+        failpoint("engine.before_cover")
         log.cover(number, checkpoint=name)
-        reach("engine.after_cover")
+        failpoint("engine.after_cover")
         before, self._checkpoint = self._checkpoint, name
         self._covered, self._covering, self._num_steps = number, result, 0
         self._runs.covered()

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 import redis
 
 from turnstream.errors import EndOfRunError, RejectedError, UnavailableError
-from turnstream_server.commands.bases import BaseModel, register_base
+from turnstream_server.operations.bases import BaseModel, register_base
 
 logger = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from turnstream.errors import (
     RunNotFoundError,
     UnavailableError,
 )
-from turnstream_server.commands.announcing import Wakeups
-from turnstream_server.commands.bases import BaseModel
-from turnstream_server.commands.models import models_of_base, read_model
 from turnstream_server.engine.host import Host, Lockstep
 from turnstream_server.engine.hosted_model import HostedModel, ModelSettings
 from turnstream_server.engine.leases import Leases, is_end
 from turnstream_server.engine.sweeping import remove_due, remove_ended
+from turnstream_server.operations.announcing import Wakeups
+from turnstream_server.operations.bases import BaseModel
+from turnstream_server.operations.models import models_of_base, read_model
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +53,10 @@ class LoopSettings:
 
 
 class EngineLoop:
-    """Runs the commands of all models of some base models.
+    """Runs the operations of all models of some base models.
 
     Owners take turns, and so do the models of an owner. A turn is one forward pass of a training
-    call, or one other command.
+    call, or one other operation.
 
     Args:
         client: the store.
@@ -89,7 +89,7 @@ class EngineLoop:
         return [*self._models]
 
     def run(self, is_stopping: Callable[[], bool]) -> None:
-        """Run commands until `is_stopping`, which is called between two turns."""
+        """Run operations until `is_stopping`, which is called between two turns."""
         with self._leases:
             while not is_stopping():
                 try:
@@ -111,7 +111,7 @@ class EngineLoop:
                 served.add(owner)
 
     def _listen(self) -> None:
-        """Wait for commands, unless some are waiting already."""
+        """Wait for operations, unless some are waiting already."""
         woken = self._wakeups.read(block_s=0.0 if self._ready else _BLOCK_S)
         for model_id in woken:
             if model_id not in self._models:
@@ -154,7 +154,7 @@ class EngineLoop:
     def _advance(self, model_id: str) -> bool:
         """Give a model a turn, and return whether it has used it.
 
-        A model without commands is not ready any more. One with commands is the last in turn.
+        A model without operations is not ready any more. One with operations is the last in turn.
         """
         model = self._models[model_id]
         self._leases.hold(model_id, model)

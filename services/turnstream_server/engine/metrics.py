@@ -11,31 +11,31 @@ from prometheus_client.registry import Collector
 
 from turnstream.errors import TurnstreamError
 from turnstream.store.client.connection import connect
-from turnstream_server.commands.log import num_waiting
+from turnstream_server.operations.log import num_waiting
 from turnstream_server.telemetry.instruments import Family, counter, histogram, sampled
 
-COMMANDS = counter(
+OPERATIONS = counter(
     "turnstream_engine_commands",
-    "Commands of hosted models that were run; those that failed have the outcome `failed`.",
+    "Operations of hosted models that were run; those that failed have the outcome `failed`.",
     ["kind", "outcome"],
 )
-COMMAND_SECONDS = histogram(
+OPERATION_SECONDS = histogram(
     "turnstream_engine_command_seconds",
-    "Time of commands that run together, with the turns of other models.",
+    "Time of operations that run together, with the turns of other models.",
     ["kind"],
 )
 _MODELS = GaugeMetricFamily("turnstream_engine_models", "Hosted models of this worker.")
 _WAITING = GaugeMetricFamily(
-    "turnstream_engine_waiting_commands", "Commands that wait, of all models of this worker."
+    "turnstream_engine_waiting_commands", "Operations that wait, of all models of this worker."
 )
 
 _ANSWER_S: Final = 2.0
 _MAX_MODELS: Final = 1_000
-"""Models whose waiting commands are counted."""
+"""Models whose waiting operations are counted."""
 
 
 class EngineMetrics(Collector):
-    """Counts the models of a worker, and their commands that wait.
+    """Counts the models of a worker, and their operations that wait.
 
     Args:
         url: the store.

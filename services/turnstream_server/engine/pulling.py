@@ -6,8 +6,8 @@ from typing import Self
 
 from turnstream.store.run.batchers import Target
 from turnstream.worker.operation_pulls import OperationPuller
-from turnstream_server.commands.log import Run
 from turnstream_server.engine.shares import OperationShare
+from turnstream_server.operations.log import Run
 from turnstream_server.trainer.operations import OperationLoss
 
 

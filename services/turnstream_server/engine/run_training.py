@@ -11,8 +11,8 @@ import numpy as np
 from turnstream.batching.rows.operations import LOSS_SETTINGS
 from turnstream.errors import BatchingError
 from turnstream.worker import PulledMiniBatch
-from turnstream_server.commands.contents import ForwardBackwardRun
-from turnstream_server.commands.results import TrainingOutput
+from turnstream_server.operations.contents import ForwardBackwardRun
+from turnstream_server.operations.results import TrainingOutput
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.metrics import trajectory_rewards
 from turnstream_server.trainer.objectives.config import ObjectiveConfig

@@ -11,8 +11,10 @@ import redis
 
 from turnstream.errors import BatchingError, RunNotFoundError
 from turnstream.store.client.replies import translating
-from turnstream_server.commands.checkpoint_paths import CheckpointPath
-from turnstream_server.commands.checkpoints import (
+from turnstream_server.engine.host import Host, Lockstep
+from turnstream_server.failpoints import failpoint
+from turnstream_server.operations.checkpoint_paths import CheckpointPath
+from turnstream_server.operations.checkpoints import (
     SavedCheckpoint,
     folder_of,
     read_checkpoint,
@@ -20,14 +22,12 @@ from turnstream_server.commands.checkpoints import (
     session_folder,
     write_checkpoint,
 )
-from turnstream_server.commands.contents import SaveExternal, SaveForSampler, SaveWeights
-from turnstream_server.commands.keys import MODEL_ID
-from turnstream_server.commands.models import ModelRecord
-from turnstream_server.commands.request_ids import RequestId
-from turnstream_server.commands.results import Answer
-from turnstream_server.commands.samplers import SamplerRecord, write_sampler
-from turnstream_server.engine.host import Host, Lockstep
-from turnstream_server.failpoints import reach
+from turnstream_server.operations.contents import SaveExternal, SaveForSampler, SaveWeights
+from turnstream_server.operations.keys import MODEL_ID
+from turnstream_server.operations.models import ModelRecord
+from turnstream_server.operations.request_ids import RequestId
+from turnstream_server.operations.results import Answer
+from turnstream_server.operations.samplers import SamplerRecord, write_sampler
 
 _MODEL_FIELDS = ("base_model", "lora_rank", "train_attn", "train_mlp", "train_unembed")
 
@@ -137,7 +137,7 @@ class Saver:
         user_metadata: Mapping[str, str] | None = None,
     ) -> None:
         """Write the record of a folder that is on disk."""
-        reach("engine.after_save")
+        failpoint("engine.after_save")
         now_ms = self._now_ms()
         saved = SavedCheckpoint(
             path=path,

@@ -15,7 +15,6 @@ from turnstream.store.client.connection import connect
 from turnstream.store.run.batchers import Target, registered_batchers
 from turnstream.worker import BatchStream
 from turnstream.worker.launch import find_launch
-from turnstream_server.commands.bases import BaseModel
 from turnstream_server.engine.host import Host, Lockstep
 from turnstream_server.engine.hosted_base import EngineSettings, HostedBase
 from turnstream_server.engine.hosted_model import ModelSettings
@@ -25,6 +24,7 @@ from turnstream_server.engine.options import EngineOptions
 from turnstream_server.engine.pulling import OperationStream
 from turnstream_server.engine.run_streams import OpenStream
 from turnstream_server.engine.shares import ReadShares
+from turnstream_server.operations.bases import BaseModel
 from turnstream_server.telemetry.instruments import collected
 from turnstream_server.telemetry.readiness import Readiness
 from turnstream_server.trainer.ranks import Ranks, join_ranks
@@ -86,10 +86,10 @@ def run_engine(
     make_read_shares: MakeReadShares = from_batchers,
     readiness: Readiness | None = None,
 ) -> None:
-    """Run the commands of hosted models until SIGTERM or SIGINT comes.
+    """Run the operations of hosted models until SIGTERM or SIGINT comes.
 
     The process is one of the ranks that torchrun starts; without torchrun it is the only one. The
-    running forward pass, or other command, is finished. All models keep their state.
+    running forward pass, or other operation, is finished. All models keep their state.
     """
     is_stopping = _stop_signals()
     if options.num_threads:

@@ -1,4 +1,4 @@
-"""The share of one rank in the commands that run next."""
+"""The share of one rank in the operations that run next."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from turnstream.types import MiniBatch
-from turnstream_server.commands.log import Run
+from turnstream_server.operations.log import Run
 from turnstream_server.trainer.operations import OperationLoss
 
 

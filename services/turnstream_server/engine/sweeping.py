@@ -1,4 +1,4 @@
-"""Removal of folders that no command needs any more."""
+"""Removal of folders that no operation needs any more."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import redis
 
 from turnstream.errors import RunNotFoundError
-from turnstream_server.commands.checkpoint_paths import CheckpointPath
-from turnstream_server.commands.checkpoints import due_folders, folder_removed
-from turnstream_server.commands.models import read_model
 from turnstream_server.engine.durable import durable_models, remove_session_files
 from turnstream_server.models.folders import remove_folder
+from turnstream_server.operations.checkpoint_paths import CheckpointPath
+from turnstream_server.operations.checkpoints import due_folders, folder_removed
+from turnstream_server.operations.models import read_model
 
 logger = logging.getLogger(__name__)
 

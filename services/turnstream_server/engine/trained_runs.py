@@ -22,16 +22,16 @@ import redis
 from turnstream.errors import BatchingError, RunNotFoundError, UnavailableError
 from turnstream.store.run.configs import read_revisions
 from turnstream.types import RecoveryToken
-from turnstream_server.commands.contents import ForwardBackwardRun
-from turnstream_server.commands.models import ModelRecord
-from turnstream_server.commands.results import TrainingOutput
 from turnstream_server.engine.durable import RunPosition
 from turnstream_server.engine.host import Host, Lockstep
 from turnstream_server.engine.run_streams import RunRefusedError
 from turnstream_server.engine.run_training import run_output
 from turnstream_server.engine.training import in_turns
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.frontier import read_frontier
+from turnstream_server.operations.contents import ForwardBackwardRun
+from turnstream_server.operations.models import ModelRecord
+from turnstream_server.operations.results import TrainingOutput
 from turnstream_server.trainer.passes import Turns
 
 logger = logging.getLogger(__name__)
@@ -211,9 +211,9 @@ class TrainedRuns:
             token = self._call(Host.step_run, model_id, run)[0]
             own.position = RunPosition(token)
             own.is_complete = own.is_applied = False
-            reach("engine.after_stepped")
+            failpoint("engine.after_stepped")
         if own.to_commit:
-            reach("engine.before_committed")
+            failpoint("engine.before_committed")
             self._call(Host.commit_run, model_id, run, token=own.to_commit)
             own.committed, own.to_commit = own.to_commit, ""
 

@@ -1,4 +1,4 @@
-"""Training commands of a hosted model, and their results."""
+"""Training operations of a hosted model, and their results."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final, TypeVar
 
-from turnstream_server.commands.contents import OptimStep
-from turnstream_server.commands.log import Run
-from turnstream_server.commands.request_ids import parse_request_id
-from turnstream_server.commands.results import Answer, Failure, Result, TrainingOutput
 from turnstream_server.engine.host import DatumOutput, Host, Lockstep, Outputs
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
+from turnstream_server.operations.contents import OptimStep
+from turnstream_server.operations.log import Run
+from turnstream_server.operations.request_ids import parse_request_id
+from turnstream_server.operations.results import Answer, Failure, Result, TrainingOutput
 from turnstream_server.trainer.passes import Turns
 from turnstream_server.trainer.settings import AdamSettings
 
@@ -84,7 +84,7 @@ def in_turns(call: Callable[[], list[_Value | None]]) -> Turns[list[_Value]]:
         found = [each for each in call() if each is not None]
         if found:
             return found
-        reach("engine.after_pass")
+        failpoint("engine.after_pass")
         yield
 
 

@@ -25,8 +25,7 @@ from turnstream.errors import (
     RunNotFoundError,
     UnavailableError,
 )
-from turnstream.types.names import shown
-from turnstream_server.gateway.access import authenticate
+from turnstream.types.names import quoted
 from turnstream_server.gateway.bodies import disconnected, json_response
 from turnstream_server.gateway.rest.app import PREFIX as REST_PREFIX
 from turnstream_server.gateway.rest.app import make_rest_app
@@ -41,6 +40,7 @@ from turnstream_server.gateway.routes import (
 )
 from turnstream_server.gateway.routes import training_runs as runs
 from turnstream_server.gateway.state import Gateway
+from turnstream_server.gateway.tinker_caller import authenticate
 from turnstream_server.telemetry.log_counts import count_error
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ async def _invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
-    detail = f"{field}: {first['msg'].lower()}, got {shown(first.get('input'))}"
+    detail = f"{field}: {first['msg'].lower()}, got {quoted(first.get('input'))}"
     return json_response({"detail": detail}, status=422)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from turnstream_server.commands.sessions import DEFAULT_SILENCE_S
+from turnstream_server.operations.sessions import DEFAULT_SILENCE_S
 from turnstream_server.telemetry.readiness import Readiness
 from turnstream_server.tls import Tls
 

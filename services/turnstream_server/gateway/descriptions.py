@@ -9,8 +9,8 @@ from typing import Annotated, Any, Final
 
 from fastapi import Query
 
-from turnstream_server.commands.checkpoints import SavedCheckpoint
-from turnstream_server.commands.models import ModelRecord
+from turnstream_server.operations.checkpoints import SavedCheckpoint
+from turnstream_server.operations.models import ModelRecord
 
 _MAX_PAGE: Final = 1_000
 

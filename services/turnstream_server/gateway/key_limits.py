@@ -26,7 +26,7 @@ from turnstream_server.gateway.rest.app import PREFIX
 from turnstream_server.gateway.rest.problems import Problem, problem_of, response
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.gateway.web_pages import refusal_of
-from turnstream_server.keys.access import IDENTITY, KeyChecks, secret_of
+from turnstream_server.keys.checks import IDENTITY, KeyChecks, secret_of
 from turnstream_server.keys.limits import Meters, too_fast
 from turnstream_server.keys.places import Place, Places
 from turnstream_server.keys.records import LOCAL_KEY, ApiKey, KeyLimits
@@ -99,7 +99,7 @@ class LimitedApp:
         owner = _owner_of(scope)
         if self._strangers.num_present(owner) >= _MAX_OF_STRANGERS:
             return _too_many_present(owner, limit=_MAX_OF_STRANGERS)
-        async with self._strangers.lent(owner) as place:
+        async with self._strangers.borrow(owner) as place:
             await place.take()
             stranger = LOCAL_KEY._replace(key_id=owner, limits=_STRANGER_LIMITS)
             is_known = keys.is_known(secret)  # by now
@@ -136,7 +136,7 @@ class LimitedApp:
             meter = self._meters.of(found, now_s=now_s)
             if meter is not None and (wait_s := meter.admit(declared, now_s=now_s)):
                 return too_fast(found, wait_s=wait_s)
-        async with places.lent(owner) as place:
+        async with places.borrow(owner) as place:
             body = RequestBody(
                 receive,
                 limit=limit,

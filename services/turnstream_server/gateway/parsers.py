@@ -74,7 +74,7 @@ class Parsers:
         if is_json:
             parse = functools.partial(_parse_json, parse)
         if is_json and len(body) > IN_THREAD_JSON_BYTES:
-            async with self._process_places.lent(owner) as place:
+            async with self._process_places.borrow(owner) as place:
                 await place.take()
                 async with self._free_processes:
                     return await self._in_process(parse, body)
@@ -82,7 +82,7 @@ class Parsers:
 
     async def in_thread(self, call: Callable[[], _Result], *, owner: str) -> _Result:
         """Return the result of a call that holds the interpreter lock for short times only."""
-        async with self._thread_places.lent(owner) as place:
+        async with self._thread_places.borrow(owner) as place:
             await place.take()
             return await self._in_thread(call)
 

@@ -10,10 +10,10 @@ from typing import Final
 import redis.asyncio
 
 from turnstream.errors import UnavailableError
-from turnstream_server.commands.bases import read_bases
-from turnstream_server.commands.request_ids import RequestId
-from turnstream_server.commands.waiting import ResultWaiter
 from turnstream_server.keys.places import without_place
+from turnstream_server.operations.bases import read_bases
+from turnstream_server.operations.request_ids import RequestId
+from turnstream_server.operations.waiting import ResultWaiter
 from turnstream_server.telemetry.instruments import gauge
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,6 @@ import uvicorn
 
 from turnstream.errors import InvalidConfigError, TurnstreamError
 from turnstream.store.client.connection import connect, connect_async
-from turnstream_server.commands.bases import served_bases
-from turnstream_server.commands.kept_results import drop_due
-from turnstream_server.commands.sessions import close_silent
-from turnstream_server.commands.waiting import ResultWaiter
 from turnstream_server.free_memory import return_free_memory
 from turnstream_server.gateway.app import make_app
 from turnstream_server.gateway.config import GatewayOptions
@@ -31,6 +27,10 @@ from turnstream_server.gateway.state import Gateway
 from turnstream_server.gateway.store_clients import bounded_client
 from turnstream_server.http_server import BACKLOG, listening_socket
 from turnstream_server.loops import background
+from turnstream_server.operations.bases import served_bases
+from turnstream_server.operations.kept_results import drop_due
+from turnstream_server.operations.sessions import close_silent
+from turnstream_server.operations.waiting import ResultWaiter
 from turnstream_server.options import split_address, write_address
 from turnstream_server.telemetry.checks import folder_check, store_check
 

@@ -10,18 +10,18 @@ from typing import Final, TypeVar
 import redis.asyncio
 
 from turnstream.errors import BatchingError, EndOfRunError, NotReadyError, RunNotFoundError
-from turnstream_server.commands.bases import BaseModel, read_bases
-from turnstream_server.commands.keys import MODEL_ID, SAMPLER_ID
-from turnstream_server.commands.models import ModelRecord, read_model_async
-from turnstream_server.commands.samplers import SamplerRecord, read_sampler
-from turnstream_server.commands.sessions import Session, read_session
 from turnstream_server.gateway.config import GatewayOptions
 from turnstream_server.gateway.parsers import Parsers
 from turnstream_server.gateway.polls import Polls
 from turnstream_server.gateway.store_clients import StoreThreads
 from turnstream_server.gateway.stream_waits import StreamWaits
-from turnstream_server.keys.access import KeyChecks
+from turnstream_server.keys.checks import KeyChecks
 from turnstream_server.keys.limits import TokenBucket
+from turnstream_server.operations.bases import BaseModel, read_bases
+from turnstream_server.operations.keys import MODEL_ID, SAMPLER_ID
+from turnstream_server.operations.models import ModelRecord, read_model_async
+from turnstream_server.operations.samplers import SamplerRecord, read_sampler
+from turnstream_server.operations.sessions import Session, read_session
 
 DENSE_BYTES_PER_S: Final = 32 << 20
 """Bytes that an owner may make of sparse rows, which have few bytes for any shape."""

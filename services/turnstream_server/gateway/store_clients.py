@@ -60,7 +60,7 @@ class _QueuedPool(redis.asyncio.ConnectionPool):
         """Take a connection back. `get_connection` also releases one that could not connect."""
         try:
             await super().release(connection)
-            # The longest unused is lent next: a reply frees the buffer of a large reply before it.
+            # The longest unused is next: a reply frees the buffer of a large reply before it.
             free = self._available_connections
             if free and free[-1] is connection:
                 free.insert(0, free.pop())
@@ -105,7 +105,7 @@ class StoreThreads:
 
         Owners of keys take turns.
         """
-        async with self._heavy_places.lent(owner) as place:
+        async with self._heavy_places.borrow(owner) as place:
             await place.take()
             async with self._heavy:
                 return await self._in_thread(work)

@@ -8,27 +8,27 @@ from fastapi.responses import Response
 
 from turnstream.errors import BatchingError, RecordError, RunNotFoundError
 from turnstream.store.client.run_ids import find_run_async
-from turnstream_server.commands.bases import BaseModel
-from turnstream_server.commands.contents import (
-    CommandKind,
-    ForwardBackwardRun,
-    encode_content,
-)
-from turnstream_server.commands.log import submit
-from turnstream_server.commands.models import ModelRecord
-from turnstream_server.commands.operation_records import encode_operation
-from turnstream_server.commands.request_ids import RequestId
-from turnstream_server.commands.results import Failure
-from turnstream_server.failpoints import reach
-from turnstream_server.gateway.access import Caller
+from turnstream_server.failpoints import failpoint
 from turnstream_server.gateway.bodies import json_response
 from turnstream_server.gateway.limits import check_operation_limits
 from turnstream_server.gateway.state import session_of
 from turnstream_server.gateway.tinker.training_calls import TrainingCall
+from turnstream_server.gateway.tinker_caller import TinkerCaller
 from turnstream_server.ledger.core.frontier import read_frontier_async
+from turnstream_server.operations.bases import BaseModel
+from turnstream_server.operations.contents import (
+    ForwardBackwardRun,
+    OperationKind,
+    encode_content,
+)
+from turnstream_server.operations.log import submit
+from turnstream_server.operations.models import ModelRecord
+from turnstream_server.operations.operation_records import encode_operation
+from turnstream_server.operations.request_ids import RequestId
+from turnstream_server.operations.results import Failure
 from turnstream_server.telemetry.instruments import counter
 
-_COMMANDS = counter(
+_OPERATIONS = counter(
     "turnstream_gateway_commands", "Calls of hosted models that were submitted.", ["kind"]
 )
 
@@ -40,7 +40,7 @@ class Prepared(NamedTuple):
     """A call that can be submitted.
 
     Attributes:
-        content: bytes of a command; for a call that cannot be read, its body.
+        content: bytes of an operation; for a call that cannot be read, its body.
         refusal: its result if it must not run.
         identity: as for `submit`.
     """
@@ -50,7 +50,7 @@ class Prepared(NamedTuple):
     identity: bytes | None = None
 
 
-async def open_model(caller: Caller, model_id: str, *, number: int) -> ModelRecord:
+async def open_model(caller: TinkerCaller, model_id: str, *, number: int) -> ModelRecord:
     """Return the model of a call with this number.
 
     Raises:
@@ -66,22 +66,22 @@ async def open_model(caller: Caller, model_id: str, *, number: int) -> ModelReco
 
 
 async def submit_call(
-    caller: Caller, request_id: RequestId, kind: CommandKind, prepared: Prepared
+    caller: TinkerCaller, request_id: RequestId, kind: OperationKind, prepared: Prepared
 ) -> Response:
     """Submit a call, and return the answer with its request id at once."""
     model_id, number = request_id
     content, refusal, identity = prepared
     client = caller.client
     await submit(client, model_id, number, kind, content, identity=identity, refusal=refusal)
-    _COMMANDS.labels(kind).inc()
-    reach("gateway.after_submit")
+    _OPERATIONS.labels(kind).inc()
+    failpoint("gateway.after_submit")
     return json_response({"request_id": str(request_id), "model_id": model_id})
 
 
 def prepare_training(
     call: TrainingCall, body: bytes, base: BaseModel
 ) -> Prepared | ForwardBackwardRun:
-    """Return a training call as a command, or refused; or the call on a run."""
+    """Return a training call as an operation, or refused; or the call on a run."""
     try:
         operation = call.operation(str(RequestId(call.model_id, call.seq_id)))
     except BatchingError as error:
@@ -96,7 +96,7 @@ def prepare_training(
     return Prepared(encode_operation(operation))
 
 
-async def prepare_run_call(caller: Caller, content: ForwardBackwardRun) -> Prepared:
+async def prepare_run_call(caller: TinkerCaller, content: ForwardBackwardRun) -> Prepared:
     """Return a call on the run that has the name now; refused if there is none.
 
     A repeated call is the same one, also if another run has the name by then. AccessDeniedError for

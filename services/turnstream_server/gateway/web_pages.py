@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-from turnstream.types.names import shown
+from turnstream.types.names import quoted
 from turnstream_server.gateway.rest.bodies import ARROW, JSON
 from turnstream_server.gateway.tinker.encodings import PROTOBUF
 
@@ -66,7 +66,7 @@ def refusal_of(
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     is_known = media_type in MEDIA_TYPES or media_type.startswith(_OF_THE_SDK)
     if _has_body(headers) and not is_known:
-        return Refusal(415, f"Content-Type is {shown(media_type)}, expected {JSON}")
+        return Refusal(415, f"Content-Type is {quoted(media_type)}, expected {JSON}")
     return None
 
 
@@ -114,4 +114,4 @@ def _has_body(headers: Mapping[str, str]) -> bool:
 def _foreign(header: str, value: str) -> Refusal:
     why = "web pages of other servers may not use this gateway"
     hint = f"{NAMES} has the names under which it is reached"
-    return Refusal(403, f"{header} is {shown(value)}: {why}; {hint}")
+    return Refusal(403, f"{header} is {quoted(value)}: {why}; {hint}")

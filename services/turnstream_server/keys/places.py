@@ -61,7 +61,7 @@ class Places:
         return 0 if queue is None else queue.num_present
 
     @contextlib.asynccontextmanager
-    async def lent(self, owner: str) -> AsyncIterator[Place]:
+    async def borrow(self, owner: str) -> AsyncIterator[Place]:
         """Yield the place of a request, not yet taken; it is released after the block."""
         if owner != self._newest_owner:
             is_first = self._newest_owner is None

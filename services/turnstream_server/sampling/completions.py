@@ -12,7 +12,6 @@ import numpy as np
 
 from turnstream.errors import InvalidConfigError, UnavailableError
 from turnstream.responses import from_openai
-from turnstream_server.commands.samplers import SampleRequest
 from turnstream_server.models.sampling_params import (
     SampledSequence,
     SampleResult,
@@ -20,6 +19,7 @@ from turnstream_server.models.sampling_params import (
     StopReason,
     TopkLogprobs,
 )
+from turnstream_server.operations.samplers import SampleRequest
 
 _VERSION: Final = 0
 _REASONS: Final = {"stop": StopReason.STOP, "length": StopReason.LENGTH}

@@ -19,8 +19,8 @@ from typing import Any, Final, Self
 import httpx2
 
 from turnstream.errors import InvalidConfigError, RejectedError, TurnstreamError, UnavailableError
-from turnstream_server.commands.samplers import SampleRequest
 from turnstream_server.models.sampling_params import SampleResult
+from turnstream_server.operations.samplers import SampleRequest
 from turnstream_server.sampling.completions import (
     ServedModel,
     completion_requests,

@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from typing import Final, NamedTuple, Protocol
 
 from turnstream.errors import InvalidConfigError, RunNotFoundError, UnavailableError
-from turnstream_server.commands.results import Failure
-from turnstream_server.commands.samplers import SampleQueue, SampleRequest
 from turnstream_server.loops import repeat_until
 from turnstream_server.models.sampling_params import SampleResult
+from turnstream_server.operations.results import Failure
+from turnstream_server.operations.samplers import SampleQueue, SampleRequest
 from turnstream_server.telemetry.instruments import counter, gauge, histogram
 
 logger = logging.getLogger(__name__)

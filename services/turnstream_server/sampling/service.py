@@ -44,7 +44,7 @@ def sample_until(
     options: SamplerOptions, stop: threading.Event, readiness: Readiness | None = None
 ) -> None:
     """Sample until `stop` is set; errors as of `run_sampler`."""
-    from turnstream_server.commands.samplers import SampleQueue
+    from turnstream_server.operations.samplers import SampleQueue
     from turnstream_server.sampling.loop import SampleLoop
 
     bases = dict(map(parse_base, options.base_model))

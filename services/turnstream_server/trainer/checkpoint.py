@@ -24,7 +24,7 @@ import torch
 from turnstream.errors import UnknownFormatError
 from turnstream.records.framing import check_format
 from turnstream.types import RecoveryToken
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
 from turnstream_server.models.folders import new_folder, remove_folder, remove_unfinished
 from turnstream_server.trainer.engine import Engine, WriteWeights
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
@@ -94,7 +94,7 @@ class Checkpoints:
         with self._shared_folder(target) as written:
             if engine.is_sharded:
                 write_shards(written, engine.optimizers)
-                reach("checkpoint.after_shards")
+                failpoint("checkpoint.after_shards")
             if self._ranks.is_first:
                 _write(written, engine, token, random_states)
         return Checkpoint(folder=target, token=token, is_sharded=engine.is_sharded)
@@ -175,7 +175,7 @@ def _write(
     if not engine.is_sharded:
         engine.gather_weights()(folder)
     torch.save({"engine": engine.state_dict(), "random": random_states}, folder / _STATE)
-    reach("checkpoint.after_weights")
+    failpoint("checkpoint.after_weights")
     about = {
         "format": _FORMAT,
         "step": token.step,

@@ -16,7 +16,7 @@ from turnstream.errors import InvalidConfigError
 from turnstream.types import MiniBatch, RecoveryToken
 from turnstream.worker import PulledMiniBatch
 from turnstream.worker.steps import Batches, Step
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
 from turnstream_server.telemetry.tracing import span
 from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
@@ -106,9 +106,9 @@ class Trainer:
             epochs=self._config.epochs, shuffle_seed=self._config.shuffle_seed
         )
         updates = [self._update(*each) for each in self._scored(mini_batches)]
-        reach("train.after_update")
+        failpoint("train.after_update")
         step.done()
-        reach("train.after_stepped")
+        failpoint("train.after_stepped")
         pulled = step.metrics
         with self._clock.measure("publish"):
             published = self._publish(step.number)
@@ -198,9 +198,9 @@ class Trainer:
     def _save(self, step: Step) -> None:
         """Write a checkpoint, and commit it once it is on disk; no rank is ahead of the first."""
         self._checkpoints.save(self._engine, RecoveryToken.parse(step.done()))
-        reach("checkpoint.before_committed")
+        failpoint("checkpoint.before_committed")
         step.commit()
-        reach("checkpoint.after_committed")
+        failpoint("checkpoint.after_committed")
         self._checkpoints.prune()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from turnstream.weights import write_checksums
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
 from turnstream_server.trainer.checkpoint import WeightsFolder
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import WriteWeights
@@ -66,7 +66,7 @@ class WeightsPublisher:
         if self._base_url:
             write_checksums(folder)
             uri = f"{self._base_url}/v{version}"
-        reach("publish.before_push")
+        failpoint("publish.before_push")
         self._pushes.push(version, folder, timeout_s=self._config.push_timeout_s)
         return uri
 

@@ -36,7 +36,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import close_run
 from turnstream_server.embedded import EmbeddedServer, free_port
-from turnstream_server.jobs.stack import Stack
+from turnstream_server.launch.stack import Stack
 from turnstream_server.ledger.admin.deletion import delete_run
 from turnstream_server.ledger.core.frontier import read_frontier
 

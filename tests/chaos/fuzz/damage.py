@@ -22,7 +22,10 @@ from turnstream.store.client import keys
 EVENTS, TURNS, PLAN, LEDGER = "events", "turns", "plan", "ledger"
 KINDS = (EVENTS, TURNS, PLAN, LEDGER)
 
-LEDGER_KEYS = ("ledger", "groups", "members", "batches", "past", "ended", "over", "held", "counts")
+LEDGER_KEYS = (
+    *("ledger", "groups", "members", "batches", "counts"),
+    *("finished_batches", "untrained", "finished_groups", "payload_bytes"),
+)
 """Hashes with the state of trajectories and groups."""
 
 HUGE_NUMBERS = (2**31 - 1, 2**31, 2**32 - 1, 2**53 + 1, 2**63 - 1, 2**64 - 1)

@@ -29,9 +29,9 @@ from turnstream.store.client.addresses import with_key
 from turnstream.store.client.api_keys import FILE_VARIABLE, METADATA
 from turnstream.store.client.connection import connect
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.jobs.stack import Service, Stack
 from turnstream_server.keys.records import ApiKey, KeyLimits, encode_key, key_id_of, new_secret
 from turnstream_server.keys.store import KEYS, create_key
+from turnstream_server.launch.stack import Service, Stack
 
 MAX_GROWTH_BYTES: Final = 24_000_000
 """Growth of a process after the first quarter of the cases."""

@@ -14,7 +14,7 @@ from harness.machine import asleep
 from harness.proxy import Proxy
 from harness.rig import LEASE_S
 from harness.running import InVainError, Stack
-from turnstream_server.jobs.stack import Service
+from turnstream_server.launch.stack import Service
 
 HOUR_S = 3600.0
 NUM_CUTS = 3

@@ -24,7 +24,7 @@ from turnstream.errors import (
 )
 from turnstream.generator import Publisher
 from turnstream.generator.api.trajectory_writers import TrajectoryWriter
-from turnstream_server.jobs.stack import end_when_stdin_closes
+from turnstream_server.launch.stack import end_when_stdin_closes
 
 _POLL_S = 0.05
 _NEVER = Path("/nowhere")

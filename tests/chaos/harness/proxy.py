@@ -21,7 +21,7 @@ _PIECE_BYTES = 1 << 16
 
 
 @dataclass(slots=True)
-class Lane:
+class TrajectoryQueue:
     """The faults of one direction.
 
     Attributes:
@@ -65,8 +65,8 @@ class Proxy:
     def __init__(self, target: str) -> None:
         address = urlsplit(target if "//" in target else f"//{target}")
         self._server = (address.hostname or "", address.port or 0)
-        self.requests = Lane()
-        self.replies = Lane()
+        self.requests = TrajectoryQueue()
+        self.replies = TrajectoryQueue()
         self.num_breaks = 0
         self.stop_within = b""
         self.unanswered = b""
@@ -132,27 +132,27 @@ class Proxy:
             except OSError:
                 _reset(client)
                 continue
-            for each, lane in ((client, self.requests), (server, self.replies)):
-                if lane.bytes_per_s:  # a slow link holds few bytes
+            for each, queue in ((client, self.requests), (server, self.replies)):
+                if queue.bytes_per_s:  # a slow link holds few bytes
                     each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PIECE_BYTES)
             with self._lock:
                 self._sockets |= {client, server}
             self._start(lambda c=client, s=server: self._pump(c, s, self.requests))
             self._start(lambda c=client, s=server: self._pump(s, c, self.replies))
 
-    def _pump(self, source: socket.socket, sink: socket.socket, lane: Lane) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, queue: TrajectoryQueue) -> None:
         kept = bytearray()
-        if lane.is_recorded:
-            lane.recorded.append(kept)
+        if queue.is_recorded:
+            queue.recorded.append(kept)
         with contextlib.suppress(OSError):
             while data := source.recv(_PIECE_BYTES):
-                kept += data if lane.is_recorded else b""
-                needs_s = len(data) / lane.bytes_per_s if lane.bytes_per_s else 0.0
-                time.sleep(max(lane.delay_s + needs_s, lane.held_until_s - time.monotonic()))
-                if lane.is_silent:
+                kept += data if queue.is_recorded else b""
+                needs_s = len(data) / queue.bytes_per_s if queue.bytes_per_s else 0.0
+                time.sleep(max(queue.delay_s + needs_s, queue.held_until_s - time.monotonic()))
+                if queue.is_silent:
                     continue
                 with self._lock:
-                    is_request = lane is self.requests
+                    is_request = queue is self.requests
                     found = self._request(data) if is_request else self._reply(data)
                     self.num_breaks += found is not None
                 sink.sendall(data if found is None else data[: found.after_bytes])

@@ -21,8 +21,8 @@ from turnstream.batching.scoring.denominators import num_trained
 from turnstream.errors import TurnstreamError
 from turnstream.types import RecoveryToken, Rows
 from turnstream.worker import BatchStream, PulledMiniBatch
-from turnstream_server.failpoints import arm, reach
-from turnstream_server.jobs.stack import end_when_stdin_closes
+from turnstream_server.failpoints import arm, failpoint
+from turnstream_server.launch.stack import end_when_stdin_closes
 
 MAX_PREFETCH_BYTES = 4 << 20
 _POLL_S = 0.005
@@ -130,12 +130,12 @@ class _Rank:
         self._meet(str(info.step))
         if self._is_first:
             self._write("updated", step=info.step, manifest=info.manifest_hash)
-            reach("train.after_update")
+            failpoint("train.after_update")
         with self._waiting("stepped"):
             token = self._stream.stepped()
         if self._is_first:
             self._write("stepped", step=info.step, token=str(token))
-            reach("train.after_stepped")
+            failpoint("train.after_stepped")
             self._announce(info.step)
         if info.step % self._options.checkpoint_every == 0:
             self._save(token)
@@ -167,14 +167,14 @@ class _Rank:
             return
         path = self._options.folder / f"{token.step:06}.weights"
         _write(path, json.dumps(self._weights))
-        reach("checkpoint.after_weights")
+        failpoint("checkpoint.after_weights")
         _write(path.with_suffix(".token"), str(token))
         self._write("checkpoint", step=token.step, token=str(token))
-        reach("checkpoint.before_committed")
+        failpoint("checkpoint.before_committed")
         self._meet(f"{token.step}-saved")
         self._commit(token)
         self._write("committed", step=token.step, token=str(token))
-        reach("checkpoint.after_committed")
+        failpoint("checkpoint.after_committed")
 
     def _commit(self, token: RecoveryToken) -> None:
         with self._waiting("committed"):

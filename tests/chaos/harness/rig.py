@@ -26,7 +26,7 @@ from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import close_run, create_run
 from turnstream.types import RecoveryToken
 from turnstream_server.embedded import EmbeddedServer, free_port
-from turnstream_server.jobs.stack import Service, Stack
+from turnstream_server.launch.stack import Service, Stack
 from turnstream_server.ledger.core.frontier import Frontier, read_frontier
 from turnstream_server.ledger.queries.ledger import LedgerCounts, read_ledger
 

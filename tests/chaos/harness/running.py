@@ -10,7 +10,7 @@ from harness.machine import Machine
 from harness.proxy import Proxy
 from harness.rig import ENDLESS, Rig
 from turnstream_server.embedded import Durability
-from turnstream_server.jobs.stack import Service
+from turnstream_server.launch.stack import Service
 
 REFUSED = 3
 """Exit status of a rank that got a typed error. It may need an older checkpoint."""

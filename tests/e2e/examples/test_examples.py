@@ -16,7 +16,7 @@ from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import list_runs
 from turnstream.types import TrajectoryState
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.jobs.stack import Stack
+from turnstream_server.launch.stack import Stack
 from turnstream_server.ledger.queries.ledger import read_ledger
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -8,8 +8,8 @@ import pytest
 
 from testkit.sdks import BASE, NEWEST, Hosting, Sdk
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.jobs.stack import Stack
-from turnstream_server.jobs.up import API_KEY, host_models, start_gateway
+from turnstream_server.launch.stack import Stack
+from turnstream_server.launch.up import API_KEY, host_models, start_gateway
 from turnstream_server.models.byte_model import byte_model_spec, write_byte_model
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 import testkit
-from testkit.houses import House, before_write
+from testkit.clusters import Cluster, before_write
 from turnstream.types import (
     Group,
 )
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.assembly.shares import PlannedBatch
-from turnstream_server.batcher.serving import calls
+from turnstream_server.batcher.serving import running_calls
 from turnstream_server.embedded import EmbeddedServer
 
 # A batcher process that dies or stops at a failpoint: url, failpoint, and options as JSON.
@@ -59,9 +59,9 @@ def server() -> Iterator[EmbeddedServer]:
 @pytest.fixture(autouse=True)
 def a_busy_store_answers_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas of a test wait for answers of their store as long as its machine may take."""
-    monkeypatch.setattr(calls, "_READ_TIMEOUT_S", 30.0)
-    monkeypatch.setattr(calls, "_READ_EVERY_S", 0.0)
-    monkeypatch.setattr(calls, "_LEAST_ANSWER_S", 30.0)
+    monkeypatch.setattr(running_calls, "_READ_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(running_calls, "_READ_EVERY_S", 0.0)
+    monkeypatch.setattr(running_calls, "_LEAST_ANSWER_S", 30.0)
 
 
 @pytest.fixture(autouse=True)
@@ -127,25 +127,25 @@ def start_batcher_process(
 
 
 @pytest.fixture
-async def house(server: EmbeddedServer) -> AsyncIterator[House]:
-    """A house around the shared store."""
-    house = House(server.url)
-    yield house
-    await house.close()
+async def cluster(server: EmbeddedServer) -> AsyncIterator[Cluster]:
+    """A cluster around the shared store."""
+    cluster = Cluster(server.url)
+    yield cluster
+    await cluster.close()
 
 
 @pytest.fixture
-async def house_at() -> AsyncIterator[Callable[[str], House]]:
-    """Makes a house around a store of one's own."""
-    houses: list[House] = []
+async def cluster_at() -> AsyncIterator[Callable[[str], Cluster]]:
+    """Makes a cluster around a store of one's own."""
+    clusters: list[Cluster] = []
 
-    def make(url: str) -> House:
-        houses.append(House(url))
-        return houses[-1]
+    def make(url: str) -> Cluster:
+        clusters.append(Cluster(url))
+        return clusters[-1]
 
     yield make
-    for house in houses:
-        await house.close()
+    for cluster in clusters:
+        await cluster.close()
 
 
 @pytest.fixture

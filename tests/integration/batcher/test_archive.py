@@ -19,7 +19,7 @@ from turnstream.store.client import keys
 from turnstream_server.batcher.assembly.archive import archive_path, archive_step
 from turnstream_server.batcher.planner import releaser
 from turnstream_server.batcher.planner.snapshotting import Upkeep
-from turnstream_server.jobs.batches import archive_run, read_batch
+from turnstream_server.console.batches import archive_run, read_batch
 from turnstream_server.ledger.queries.run_snapshot import read_snapshot
 from turnstream_server.ledger.queries.trajectory_history import (
     TrajectoryNotFoundError,
@@ -27,8 +27,8 @@ from turnstream_server.ledger.queries.trajectory_history import (
 )
 
 
-async def train(house, run, *, steps, **batcher):
-    trainer = await house.start_trainer(run, **batcher)
+async def train(cluster, run, *, steps, **batcher):
+    trainer = await cluster.start_trainer(run, **batcher)
     pulled = []
     for step in range(1, steps + 1):
         pulled.append(await trainer.get(step))
@@ -36,9 +36,9 @@ async def train(house, run, *, steps, **batcher):
     return pulled
 
 
-async def released(house, run, step):
+async def released(cluster, run, step):
     await wait_until_async(
-        lambda: house.frontier(run).released >= step, describe=f"the release of step {step}"
+        lambda: cluster.frontier(run).released >= step, describe=f"the release of step {step}"
     )
 
 
@@ -50,12 +50,12 @@ def columns(pulled, name):
     return [value for each in pulled for value in getattr(each.mini_batch.rows, name)]
 
 
-async def test_the_archive_of_a_step_holds_the_rows_that_were_trained(house, tmp_path):
-    run = house.create_run(batch_groups=2, mini_batch_groups=1)
-    await house.publish(run, group("a"), group("b"))
-    (pulled,) = await train(house, run, steps=1)
+async def test_the_archive_of_a_step_holds_the_rows_that_were_trained(cluster, tmp_path):
+    run = cluster.create_run(batch_groups=2, mini_batch_groups=1)
+    await cluster.publish(run, group("a"), group("b"))
+    (pulled,) = await train(cluster, run, steps=1)
 
-    (path,) = await asyncio.to_thread(lambda: list(archive_run(house.url, run, tmp_path)))
+    (path,) = await asyncio.to_thread(lambda: list(archive_run(cluster.url, run, tmp_path)))
 
     table = pq.read_table(path)
     assert path == archive_path(tmp_path, run, 1)
@@ -92,15 +92,15 @@ def unpacked_by_duckdb(path):
     "num_unpacked", [unpacked_by_pandas, unpacked_by_polars, unpacked_by_duckdb]
 )
 async def test_columns_per_token_are_as_long_as_the_response_for_every_reader(
-    house, tmp_path, num_unpacked
+    cluster, tmp_path, num_unpacked
 ):
-    run = house.create_run(batch_groups=2, mini_batch_groups=1)
+    run = cluster.create_run(batch_groups=2, mini_batch_groups=1)
     says_more = turn("ab", "CDE", logprobs=-0.5, rewards=1.0, weights=0.25)
     members = [trajectory(says_more, sample=n, reward=float(n)) for n in range(2)]
-    await house.publish(run, group("a"), group("b", *members))
-    await train(house, run, steps=1)
+    await cluster.publish(run, group("a"), group("b", *members))
+    await train(cluster, run, steps=1)
 
-    (path,) = await asyncio.to_thread(lambda: list(archive_run(house.url, run, tmp_path)))
+    (path,) = await asyncio.to_thread(lambda: list(archive_run(cluster.url, run, tmp_path)))
 
     table = pq.read_table(path)
     assert table["rewards"].to_pylist() == [[0.0, 0.0]] * 2 + [[0.0, 0.0, 1.0]] * 2
@@ -109,16 +109,16 @@ async def test_columns_per_token_are_as_long_as_the_response_for_every_reader(
     assert num_unpacked(path) == 2 * 2 + 2 * 3
 
 
-async def test_steps_with_and_without_advantages_of_turns_have_the_same_columns(house, tmp_path):
+async def test_steps_with_and_without_advantages_of_turns_have_the_same_columns(cluster, tmp_path):
     one, two = (turn("ab", "CD", anchor="s"), turn("abcde", "F", anchor="t"))
     members = [trajectory(one, sample=0, reward=1.0), trajectory(one, two, sample=1, reward=0.0)]
     tables = []
     for fields in ({}, {"estimator": "gigpo", "turn_discount": 0.0, "divide_by_std": False}):
-        run = house.create_run(batch_groups=1, **fields)
-        await house.publish(run, group("a", *members))
-        await train(house, run, steps=1)
+        run = cluster.create_run(batch_groups=1, **fields)
+        await cluster.publish(run, group("a", *members))
+        await train(cluster, run, steps=1)
         (path,) = await asyncio.to_thread(
-            lambda run=run: list(archive_run(house.url, run, tmp_path))
+            lambda run=run: list(archive_run(cluster.url, run, tmp_path))
         )
         tables.append(pq.read_table(path))
 
@@ -129,34 +129,34 @@ async def test_steps_with_and_without_advantages_of_turns_have_the_same_columns(
     assert by_turn["advantages"].to_pylist() == [[1.0, 1.0], [-1.0, -1.0, 0.0, -0.5]]
 
 
-async def test_the_archive_has_the_labels_of_every_trajectory(house, tmp_path):
-    run = house.create_run(batch_groups=1)
+async def test_the_archive_has_the_labels_of_every_trajectory(cluster, tmp_path):
+    run = cluster.create_run(batch_groups=1)
     labelled = trajectory(sample=0, tags={"env": "maze"}, metrics={"turns": 2})
-    await house.publish(run, group("a", labelled, trajectory(sample=1, reward=0.0)))
-    await train(house, run, steps=1)
+    await cluster.publish(run, group("a", labelled, trajectory(sample=1, reward=0.0)))
+    await train(cluster, run, steps=1)
     stream = keys.trajectory_keys(run, "a/1/0").turns
-    house.client.execute_command("XDEL", stream, "0-2")  # its seal
+    cluster.client.execute_command("XDEL", stream, "0-2")  # its seal
 
-    (path,) = await asyncio.to_thread(lambda: list(archive_run(house.url, run, tmp_path)))
+    (path,) = await asyncio.to_thread(lambda: list(archive_run(cluster.url, run, tmp_path)))
 
     table = pq.read_table(path)
     assert table["tags"].to_pylist() == [[("env", "maze")], None]
     assert table["metrics"].to_pylist() == [[("turns", 2.0)], None]
 
 
-async def test_nothing_is_released_before_it_is_archived(house, tmp_path):
-    run = house.create_run(batch_groups=1, retain_checkpoints=1)
-    await house.publish(run, *(group(f"g{i}") for i in range(4)))
+async def test_nothing_is_released_before_it_is_archived(cluster, tmp_path):
+    run = cluster.create_run(batch_groups=1, retain_checkpoints=1)
+    await cluster.publish(run, *(group(f"g{i}") for i in range(4)))
     stored = []
 
     def archive(name, step):
-        archive_step(house.url, name, step, folder=tmp_path)
+        archive_step(cluster.url, name, step, folder=tmp_path)
         turns = keys.trajectory_keys(name, f"g{step - 1}/0/0").turns
-        frontier = house.frontier(name)
-        stored.append((step, house.client.exists(turns), frontier.released < step))
+        frontier = cluster.frontier(name)
+        stored.append((step, cluster.client.exists(turns), frontier.released < step))
 
-    pulled = await train(house, run, steps=4, upkeep=Upkeep(archive=archive))
-    await released(house, run, 4)
+    pulled = await train(cluster, run, steps=4, upkeep=Upkeep(archive=archive))
+    await released(cluster, run, 4)
 
     assert stored == [(step, 1, True) for step in range(1, 5)]
     for step, batch in enumerate(pulled, start=1):
@@ -164,34 +164,34 @@ async def test_nothing_is_released_before_it_is_archived(house, tmp_path):
         assert table["trajectory_id"].to_pylist() == columns(batch, "trajectory_id")
 
 
-async def test_folder_that_cannot_be_written_delays_the_release(house, tmp_path):
-    run = house.create_run(batch_groups=1, retain_checkpoints=1)
-    await house.publish(run, *(group(f"g{i}") for i in range(3)))
+async def test_folder_that_cannot_be_written_delays_the_release(cluster, tmp_path):
+    run = cluster.create_run(batch_groups=1, retain_checkpoints=1)
+    await cluster.publish(run, *(group(f"g{i}") for i in range(3)))
     obstacle, tried = archive_path(tmp_path, run, 2), []
     obstacle.mkdir(parents=True)  # a folder is in the place of the file, even for root
 
     def archive(name, step):
         tried.append(step)
-        archive_step(house.url, name, step, folder=tmp_path)
+        archive_step(cluster.url, name, step, folder=tmp_path)
 
     def trouble():
-        return read_snapshot(house.client, run).release_trouble
+        return read_snapshot(cluster.client, run).release_trouble
 
-    await train(house, run, steps=3, upkeep=Upkeep(archive=archive))
-    await released(house, run, 1)
+    await train(cluster, run, steps=3, upkeep=Upkeep(archive=archive))
+    await released(cluster, run, 1)
 
     await wait_until_async(lambda: tried.count(2) >= 3, describe="another try")
-    assert house.frontier(run).released == 1
-    assert house.client.exists(keys.trajectory_keys(run, "g1/0/0").turns)
+    assert cluster.frontier(run).released == 1
+    assert cluster.client.exists(keys.trajectory_keys(run, "g1/0/0").turns)
     assert trouble().startswith("step 2 is not archived: [Errno 21] Is a directory")
 
     obstacle.rmdir()
-    await released(house, run, 3)
+    await released(cluster, run, 3)
     await wait_until_async(lambda: not trouble(), describe="the end of the trouble")
     assert files_in(tmp_path) == [f"step-0000000{step}.parquet" for step in range(1, 4)]
 
 
-async def test_defect_of_the_release_hides_no_failed_archive(house, monkeypatch, caplog):
+async def test_defect_of_the_release_hides_no_failed_archive(cluster, monkeypatch, caplog):
     def archive(name, step):
         raise OSError("the disk is full")
 
@@ -199,33 +199,33 @@ async def test_defect_of_the_release_hides_no_failed_archive(house, monkeypatch,
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(releaser, "read_release_state", fail)
-    run = house.create_run(batch_groups=1)
-    await house.publish(run, group("g1"))
-    await train(house, run, steps=1, upkeep=Upkeep(archive=archive))
+    run = cluster.create_run(batch_groups=1)
+    await cluster.publish(run, group("g1"))
+    await train(cluster, run, steps=1, upkeep=Upkeep(archive=archive))
 
     await wait_until_async(
         lambda: (
-            read_snapshot(house.client, run).release_trouble
+            read_snapshot(cluster.client, run).release_trouble
             == "step 1 is not archived: the disk is full"
         )
     )
     assert f"release in run {run} failed" in caplog.text
-    assert house.client.hget(keys.run_keys(run).leader, "epoch") == b"1"
+    assert cluster.client.hget(keys.run_keys(run).leader, "epoch") == b"1"
 
 
-async def test_a_file_of_another_run_of_the_same_name_is_replaced(house, tmp_path):
-    run, other = house.create_run(batch_groups=1), house.create_run(batch_groups=1)
+async def test_a_file_of_another_run_of_the_same_name_is_replaced(cluster, tmp_path):
+    run, other = cluster.create_run(batch_groups=1), cluster.create_run(batch_groups=1)
     for each in (run, other):
-        await house.publish(each, group(f"group of {each}"))
-        await train(house, each, steps=1)
+        await cluster.publish(each, group(f"group of {each}"))
+        await train(cluster, each, steps=1)
     path = archive_path(tmp_path, run, 1)
-    found = await asyncio.to_thread(archive_step, house.url, other, 1, folder=tmp_path)
+    found = await asyncio.to_thread(archive_step, cluster.url, other, 1, folder=tmp_path)
     path.parent.mkdir(exist_ok=True)
     found.rename(path)
 
-    await asyncio.to_thread(archive_step, house.url, run, 1, folder=tmp_path)
+    await asyncio.to_thread(archive_step, cluster.url, run, 1, folder=tmp_path)
     written = path.stat().st_mtime_ns
-    await asyncio.to_thread(archive_step, house.url, run, 1, folder=tmp_path)
+    await asyncio.to_thread(archive_step, cluster.url, run, 1, folder=tmp_path)
 
     assert pq.read_table(path)["group_id"].to_pylist() == [f"group of {run}"] * 2
     assert path.stat().st_mtime_ns == written
@@ -233,29 +233,29 @@ async def test_a_file_of_another_run_of_the_same_name_is_replaced(house, tmp_pat
 
 
 async def test_killed_batcher_leaves_no_part_of_a_file(
-    house: Any, start_batcher_process: Callable[..., Any], tmp_path: Path
+    cluster: Any, start_batcher_process: Callable[..., Any], tmp_path: Path
 ) -> None:
     upkeep: dict[str, Any] = {"snapshot_events": 1, "snapshot_steps": 1, "folder": str(tmp_path)}
-    run = house.create_run(batch_groups=1, retain_checkpoints=1)
-    await house.publish(run, *(group(f"g{step}") for step in range(1, 6)))
+    run = cluster.create_run(batch_groups=1, retain_checkpoints=1)
+    await cluster.publish(run, *(group(f"g{step}") for step in range(1, 6)))
 
     def refuse(name: str, step: int) -> None:
         raise OSError("another replica will archive it")
 
-    await train(house, run, steps=3, upkeep=Upkeep(archive=refuse))
-    await house.close()
+    await train(cluster, run, steps=3, upkeep=Upkeep(archive=refuse))
+    await cluster.close()
 
     files: list[list[str]] = []
     for place in ("archive.before_rename", "advance_watermark.before"):
         doomed = start_batcher_process(place, upkeep=upkeep)
         assert await asyncio.to_thread(doomed.wait, 60) == -signal.SIGKILL, place
         files.append(files_in(tmp_path))
-        assert house.frontier(run).released == 0
-    archive = functools.partial(archive_step, house.url, folder=tmp_path)
-    await house.start_batcher(
+        assert cluster.frontier(run).released == 0
+    archive = functools.partial(archive_step, cluster.url, folder=tmp_path)
+    await cluster.start_batcher(
         lease_s=0.6, upkeep=Upkeep(snapshot_events=1, snapshot_steps=1, archive=archive)
     )
-    await released(house, run, 3)
+    await released(cluster, run, 3)
 
     whole = [f"step-0000000{step}.parquet" for step in range(1, 4)]
     assert [each.endswith(".draft") for each in files[0]] == [True]
@@ -263,45 +263,45 @@ async def test_killed_batcher_leaves_no_part_of_a_file(
     assert files_in(tmp_path) == whole
     for step in range(1, 4):
         table = pq.read_table(archive_path(tmp_path, run, step))
-        batch = await asyncio.to_thread(read_batch, house.url, run, step)
+        batch = await asyncio.to_thread(read_batch, cluster.url, run, step)
         assert table.schema.metadata[b"manifest_hash"].decode() == batch["manifest_hash"]
         assert set(table["trajectory_id"].to_pylist()) == {f"g{step}/0/0", f"g{step}/1/0"}
 
 
-async def test_step_that_is_trained_again_after_a_rollback_is_archived_again(house: Any) -> None:
-    run = house.create_run(batch_groups=1, retain_checkpoints=2)
-    await house.publish(run, *(group(f"g{step}") for step in range(1, 4)))
+async def test_step_that_is_trained_again_after_a_rollback_is_archived_again(cluster: Any) -> None:
+    run = cluster.create_run(batch_groups=1, retain_checkpoints=2)
+    await cluster.publish(run, *(group(f"g{step}") for step in range(1, 4)))
     archived: list[int] = []
     upkeep = Upkeep(archive=lambda _, step: archived.append(step))
-    trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
+    trainer = cluster.trainer(await cluster.start_batcher(upkeep=upkeep), run)
     await trainer.start("a")
     (token,) = await trainer.train(1)
     await trainer.train(2)
     await wait_until_async(lambda: archived == [1, 2])
 
     await trainer.start("b", token=str(token))
-    await wait_until_async(lambda: house.frontier(run).committed == 1)
+    await wait_until_async(lambda: cluster.frontier(run).committed == 1)
     await trainer.train(2)
 
     await wait_until_async(lambda: archived == [1, 2, 2], describe="the file of the other step 2")
 
 
-async def test_record_that_an_earlier_release_moved_to_a_file_is_named(house: Any) -> None:
-    run = house.create_run(batch_groups=1)
-    await house.publish(run, *(group(f"g{step}") for step in range(1, 4)))
-    await train(house, run, steps=3, upkeep=Upkeep(snapshot_events=1, snapshot_steps=1))
+async def test_record_that_an_earlier_release_moved_to_a_file_is_named(cluster: Any) -> None:
+    run = cluster.create_run(batch_groups=1)
+    await cluster.publish(run, *(group(f"g{step}") for step in range(1, 4)))
+    await train(cluster, run, steps=3, upkeep=Upkeep(snapshot_events=1, snapshot_steps=1))
     names = keys.run_keys(run)
-    await wait_until_async(lambda: house.client.hlen(names.past) == 2)
+    await wait_until_async(lambda: cluster.client.hlen(names.finished_batches) == 2)
     with pytest.raises(TrajectoryNotFoundError, match="never had a trajectory 'g0/0/0'"):
-        await asyncio.to_thread(read_history, house.client, run, "g0/0/0")
+        await asyncio.to_thread(read_history, cluster.client, run, "g0/0/0")
 
-    house.client.hdel(names.past, "1")
-    house.client.hset(names.cold, "1", "name/ledger-00000001-00000001-0123456789ab.bin")
+    cluster.client.hdel(names.finished_batches, "1")
+    cluster.client.hset(names.archive_files, "1", "name/ledger-00000001-00000001-0123456789ab.bin")
 
     for error, read in (
-        (ReleasedError, lambda: read_batch(house.url, run, 1)),
-        (TrajectoryNotFoundError, lambda: read_history(house.client, run, "g1/0/0")),
+        (ReleasedError, lambda: read_batch(cluster.url, run, 1)),
+        (TrajectoryNotFoundError, lambda: read_history(cluster.client, run, "g1/0/0")),
     ):
         with pytest.raises(error, match=r"records of steps up to 1 to files ledger-\*\.bin"):
             await asyncio.to_thread(read)
-    assert (await asyncio.to_thread(read_batch, house.url, run, 2))["step"] == 2
+    assert (await asyncio.to_thread(read_batch, cluster.url, run, 2))["step"] == 2

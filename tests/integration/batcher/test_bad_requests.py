@@ -111,14 +111,14 @@ def check_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
 
 
-async def test_bad_fields_are_refused_and_change_nothing(house, caplog):
-    run = house.create_run(batch_groups=1)
-    replica = await house.start_batcher()
-    await house.publish(run, group("g0"))
-    trainer = house.trainer(replica, run)
+async def test_bad_fields_are_refused_and_change_nothing(cluster, caplog):
+    run = cluster.create_run(batch_groups=1)
+    replica = await cluster.start_batcher()
+    await cluster.publish(run, group("g0"))
+    trainer = cluster.trainer(replica, run)
     await trainer.start("s")
     await trainer.get(1)
-    before = kept(house.url, run)
+    before = kept(cluster.url, run)
     caplog.set_level(logging.INFO)
     caplog.clear()
 
@@ -136,12 +136,12 @@ async def test_bad_fields_are_refused_and_change_nothing(house, caplog):
             assert error.field == field
             check_log(caplog)
 
-    assert kept(house.url, run) == before
+    assert kept(cluster.url, run) == before
     assert len(await trainer.get(1)) == 1
 
 
-async def test_garbage_bytes_are_refused_with_one_log_line(house, caplog):
-    replica = await house.start_batcher()
+async def test_garbage_bytes_are_refused_with_one_log_line(cluster, caplog):
+    replica = await cluster.start_batcher()
     caplog.set_level(logging.INFO)
     caplog.clear()
 
@@ -156,11 +156,11 @@ async def test_garbage_bytes_are_refused_with_one_log_line(house, caplog):
                 check_log(caplog)
 
 
-async def test_cancelled_transfer_is_logged_once(house, caplog):
-    run = house.create_run(batch_groups=1)
-    replica = await house.start_batcher()
-    await house.publish(run, large_group())
-    trainer = house.trainer(replica, run)
+async def test_cancelled_transfer_is_logged_once(cluster, caplog):
+    run = cluster.create_run(batch_groups=1)
+    replica = await cluster.start_batcher()
+    await cluster.publish(run, large_group())
+    trainer = cluster.trainer(replica, run)
     await trainer.start("s")
     await trainer.get(1)
     caplog.set_level(logging.INFO)

@@ -17,26 +17,26 @@ from turnstream_server.ledger.release.compact_records import past_reasons
 
 
 @pytest.fixture
-def client(house):
-    return house.client
+def client(cluster):
+    return cluster.client
 
 
 def names(pulled):
     return [name for each in pulled for name in dict.fromkeys(each.mini_batch.rows.group_id)]
 
 
-async def trained(house, run, num_groups):
+async def trained(cluster, run, num_groups):
     """A trainer that took all whole batches of two, of a run that has more groups."""
-    trainer = await house.start_trainer(run)
-    await house.publish(run, *(group(f"g{i}") for i in range(num_groups)))
+    trainer = await cluster.start_trainer(run)
+    await cluster.publish(run, *(group(f"g{i}") for i in range(num_groups)))
     for step in range(1, num_groups // 2 + 1):
         await trainer.stepped(await trainer.get(step))
     return trainer
 
 
-async def test_dropped_leftover_ends_in_the_ledger_with_its_reason(house, client):
-    run = house.create_run(batch_groups=2)
-    trainer = await trained(house, run, 3)
+async def test_dropped_leftover_ends_in_the_ledger_with_its_reason(cluster, client):
+    run = cluster.create_run(batch_groups=2)
+    trainer = await trained(cluster, run, 3)
 
     close_run(client, run, leftover="drop")
     with pytest.raises(EndOfRunError):
@@ -52,16 +52,16 @@ async def test_dropped_leftover_ends_in_the_ledger_with_its_reason(house, client
     assert client.hget(keys.run_keys(run).ledger, "g2/0/0") == reason or folded
 
 
-async def test_carried_leftover_is_planned_after_the_run_is_reopened(house, client):
-    run = house.create_run(batch_groups=2)
-    trainer = await trained(house, run, 3)
+async def test_carried_leftover_is_planned_after_the_run_is_reopened(cluster, client):
+    run = cluster.create_run(batch_groups=2)
+    trainer = await trained(cluster, run, 3)
 
     close_run(client, run, leftover="carry")
     with pytest.raises(EndOfRunError):
         await trainer.get(2)
     kept = read_ledger(client, run).by_state[TrajectoryState.SEALED]
     reopen_run(client, run)
-    await house.publish(run, group("late"))
+    await cluster.publish(run, group("late"))
     second = await trainer.get(2)
 
     assert kept == 2
@@ -73,13 +73,13 @@ async def test_carried_leftover_is_planned_after_the_run_is_reopened(house, clie
     [("short", 1, 4), ("short", 3, 4), ("carry", 1, 3), ("drop", 1, 4)],
 )
 async def test_a_run_that_is_reopened_takes_no_group_beyond_its_staleness(
-    house, client, leftover, num_left, may_start
+    cluster, client, leftover, num_left, may_start
 ):
-    run, trainer = await house.serve(batch_groups=4, max_staleness=0, max_planned_ahead=0)
+    run, trainer = await cluster.serve(batch_groups=4, max_staleness=0, max_planned_ahead=0)
     await trainer.start()
     found = []
     for cycle in range(2):
-        await house.publish(run, *(group(f"{cycle}/{i}") for i in range(num_left)))
+        await cluster.publish(run, *(group(f"{cycle}/{i}") for i in range(num_left)))
         close_run(client, run, leftover=leftover)
         await is_finished(client, run)
         if leftover == "short":
@@ -101,12 +101,12 @@ async def is_finished(client, run):
     await wait_until_async(lambda: read_frontier(client, run).is_finished, describe="the end")
 
 
-async def test_a_closed_run_ends_by_the_leases_of_generators_that_are_dead(house, client):
-    run = house.create_run(batch_groups=1, lease_s=0.4)
-    house.open_group(run, "gone", "gone/0/0", num_samples=2)
+async def test_a_closed_run_ends_by_the_leases_of_generators_that_are_dead(cluster, client):
+    run = cluster.create_run(batch_groups=1, lease_s=0.4)
+    cluster.open_group(run, "gone", "gone/0/0", num_samples=2)
     close_run(client, run)
 
-    trainer = await house.start_trainer(run)
+    trainer = await cluster.start_trainer(run)
     with pytest.raises(EndOfRunError):
         await trainer.get(1)
 
@@ -121,13 +121,13 @@ async def evaluation_ends(client, run):
 
 
 @pytest.mark.parametrize("leftover", ["short", "carry", "drop"])
-async def test_no_end_waits_for_an_evaluation(house, client, leftover):
-    run = house.create_run(batch_groups=2, lease_s=600)
-    house.open_group(run, "e", "e/0/0", num_samples=2, purpose=Purpose.EVAL)
-    await trained(house, run, 2)
+async def test_no_end_waits_for_an_evaluation(cluster, client, leftover):
+    run = cluster.create_run(batch_groups=2, lease_s=600)
+    cluster.open_group(run, "e", "e/0/0", num_samples=2, purpose=Purpose.EVAL)
+    await trained(cluster, run, 2)
 
     close_run(client, run, leftover=leftover)
-    trainer = house.trainer(await house.start_batcher(), run)
+    trainer = cluster.trainer(await cluster.start_batcher(), run)
     trainer.session_epoch = 1
     with pytest.raises(EndOfRunError):
         await trainer.get(2)
@@ -135,23 +135,23 @@ async def test_no_end_waits_for_an_evaluation(house, client, leftover):
     assert client.hget(keys.run_keys(run).groups, "e") == b"2:evaluating"
 
 
-async def test_evaluation_that_outlasts_its_run_is_ended_by_a_later_batcher(house, client):
-    run = house.create_run(batch_groups=2, lease_s=0.4)
-    first = await house.start_batcher()
+async def test_evaluation_that_outlasts_its_run_is_ended_by_a_later_batcher(cluster, client):
+    run = cluster.create_run(batch_groups=2, lease_s=0.4)
+    first = await cluster.start_batcher()
     close_run(client, run)
     await is_finished(client, run)
     await first.stop()
     client.hset(keys.run_keys(run).frontier, "closed", 0)  # opened before the run was closed
-    house.open_group(run, "e", "e/0/0", num_samples=2, purpose=Purpose.EVAL)
+    cluster.open_group(run, "e", "e/0/0", num_samples=2, purpose=Purpose.EVAL)
     client.hset(keys.run_keys(run).frontier, "closed", 1)
 
-    await house.start_batcher()
+    await cluster.start_batcher()
 
     await evaluation_ends(client, run)
 
 
-async def test_end_of_run_is_reported_once_the_last_batch_is_stepped(house):
-    _, trainer = await house.started(group("g0"), closes=True, batch_groups=1)
+async def test_end_of_run_is_reported_once_the_last_batch_is_stepped(cluster):
+    _, trainer = await cluster.started(group("g0"), closes=True, batch_groups=1)
     last = await trainer.get(1)
 
     waiting = asyncio.create_task(trainer.get(2))
@@ -163,12 +163,12 @@ async def test_end_of_run_is_reported_once_the_last_batch_is_stepped(house):
         await waiting
 
 
-async def test_a_closed_run_does_not_end_while_a_group_is_open(house):
-    run, trainer = await house.serve(batch_groups=2)
+async def test_a_closed_run_does_not_end_while_a_group_is_open(cluster):
+    run, trainer = await cluster.serve(batch_groups=2)
     await trainer.start()
 
-    with Publisher(house.url, run) as publisher, publisher.group("late", 2) as members:
-        await house.publish(run, group("g0"), closes=True)
+    with Publisher(cluster.url, run) as publisher, publisher.group("late", 2) as members:
+        await cluster.publish(run, group("g0"), closes=True)
         await trainer.refused(1, words="1 of 2 groups ready, 1 open$")
         for sample in range(2):
             with members.trajectory(sample) as writer:
@@ -179,11 +179,11 @@ async def test_a_closed_run_does_not_end_while_a_group_is_open(house):
     assert pulled.mini_batch.rows.group_id == ["g0", "g0", "late", "late"]
 
 
-async def test_batcher_started_after_the_end_serves_a_call_for_the_run(house):
-    run = house.create_run(batch_groups=1)
-    replica = await house.start_batcher()
-    first = house.trainer(replica, run)
-    await house.publish(run, group("g0"), closes=True)
+async def test_batcher_started_after_the_end_serves_a_call_for_the_run(cluster):
+    run = cluster.create_run(batch_groups=1)
+    replica = await cluster.start_batcher()
+    first = cluster.trainer(replica, run)
+    await cluster.publish(run, group("g0"), closes=True)
     await first.start("first")
     before = await first.get(1)
     await first.stepped(before)
@@ -191,29 +191,29 @@ async def test_batcher_started_after_the_end_serves_a_call_for_the_run(house):
         await first.get(2)
     await replica.stop()
 
-    second = await house.start_trainer(run, session="second")
+    second = await cluster.start_trainer(run, session="second")
     after = await second.get(1)
 
     assert after[0].header == before[0].header
 
 
-def publish_in_time(house, run, group_id, admission_timeout_s):
-    with Publisher(house.url, run, admission_timeout_s=admission_timeout_s) as publisher:
+def publish_in_time(cluster, run, group_id, admission_timeout_s):
+    with Publisher(cluster.url, run, admission_timeout_s=admission_timeout_s) as publisher:
         publisher.publish(group(group_id)).result(10)
 
 
-async def test_new_group_waits_for_its_deadline_and_reports_the_pause(house, client):
-    run = house.create_run(batch_groups=1)
+async def test_new_group_waits_for_its_deadline_and_reports_the_pause(cluster, client):
+    run = cluster.create_run(batch_groups=1)
     pause_run(client, run, "the judge is down")
 
     with pytest.raises(NotReadyError, match="the run is paused: the judge is down"):
-        await asyncio.to_thread(publish_in_time, house, run, "g0", 0.3)
+        await asyncio.to_thread(publish_in_time, cluster, run, "g0", 0.3)
 
 
-async def test_trainer_gets_planned_batches_and_then_the_pause(house, client):
-    run, trainer = await house.serve(batch_groups=1, max_planned_ahead=0)
+async def test_trainer_gets_planned_batches_and_then_the_pause(cluster, client):
+    run, trainer = await cluster.serve(batch_groups=1, max_planned_ahead=0)
     await trainer.start()
-    await house.publish(run, group("g0"), group("g1"))
+    await cluster.publish(run, group("g0"), group("g1"))
     first = await trainer.get(1)
 
     pause_run(client, run, "maintenance")
@@ -228,14 +228,14 @@ async def test_trainer_gets_planned_batches_and_then_the_pause(house, client):
     assert second.mini_batch.info.step == 2
 
 
-async def test_no_plan_is_written_once_a_run_is_paused(house, client, caplog):
-    run = house.create_run(batch_groups=1)
+async def test_no_plan_is_written_once_a_run_is_paused(cluster, client, caplog):
+    run = cluster.create_run(batch_groups=1)
 
     async def pause(manifest):
         pause_run(client, run)
 
-    trainer = await house.start_trainer(run, before_write=pause)
-    await house.publish(run, group("g0"))
+    trainer = await cluster.start_trainer(run, before_write=pause)
+    await cluster.publish(run, group("g0"))
 
     await wait_until_async(
         lambda: read_frontier(client, run).paused is not None, describe="the pause"

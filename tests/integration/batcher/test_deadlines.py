@@ -19,9 +19,9 @@ DEADLINE_S = 10.0
 SHORT = {"group_deadline_s": DEADLINE_S, "deadline_policy": "train_short"}
 
 
-def open_members(house: Any, run: str, *, num_samples: int, sealed: int, **opening: Any) -> None:
+def open_members(cluster: Any, run: str, *, num_samples: int, sealed: int, **opening: Any) -> None:
     """Open all samples of group "g", and seal the first ones of them; the others hang."""
-    publisher = Publisher(house.url, run, writer="w")
+    publisher = Publisher(cluster.url, run, writer="w")
     writers = [
         publisher.trajectory("g", sample, num_samples=num_samples, **opening)
         for sample in range(num_samples)
@@ -34,30 +34,30 @@ def open_members(house: Any, run: str, *, num_samples: int, sealed: int, **openi
     publisher.close()
 
 
-async def wait_for_states(house: Any, run: str, expected: dict[TrajectoryState, int]) -> None:
-    await wait_until_async(lambda: house.states(run) == expected, describe=f"states {expected}")
+async def wait_for_states(cluster: Any, run: str, expected: dict[TrajectoryState, int]) -> None:
+    await wait_until_async(lambda: cluster.states(run) == expected, describe=f"states {expected}")
 
 
-async def test_group_with_a_hanging_member_is_trained_short(house: Any) -> None:
-    run, trainer = await house.serve(batch_groups=1, **SHORT)
-    await asyncio.to_thread(open_members, house, run, num_samples=3, sealed=2)
+async def test_group_with_a_hanging_member_is_trained_short(cluster: Any) -> None:
+    run, trainer = await cluster.serve(batch_groups=1, **SHORT)
+    await asyncio.to_thread(open_members, cluster, run, num_samples=3, sealed=2)
 
-    house.pass_deadlines(run)
+    cluster.pass_deadlines(run)
     await trainer.start()
     (pulled,) = await trainer.get(1)
 
     assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/0"]
-    assert house.states(run) == {TrajectoryState.PLANNED: 2, TrajectoryState.SURPLUS: 1}
+    assert cluster.states(run) == {TrajectoryState.PLANNED: 2, TrajectoryState.SURPLUS: 1}
 
 
-async def test_hanging_member_is_refilled_by_any_free_generator(house: Any) -> None:
-    run, trainer = await house.serve(
+async def test_hanging_member_is_refilled_by_any_free_generator(cluster: Any) -> None:
+    run, trainer = await cluster.serve(
         batch_groups=1, group_deadline_s=DEADLINE_S, deadline_policy="refill", max_refills=1
     )
-    await asyncio.to_thread(open_members, house, run, num_samples=2, sealed=1, prompt_uid="p7")
+    await asyncio.to_thread(open_members, cluster, run, num_samples=2, sealed=1, prompt_uid="p7")
 
-    house.pass_deadlines(run)
-    async with AsyncPublisher(house.url, run) as other:
+    cluster.pass_deadlines(run)
+    async with AsyncPublisher(cluster.url, run) as other:
         refill = await other.next_refill(30)
         async with other.refill_trajectory(refill) as writer:
             await writer.append([1, 2], [5])
@@ -67,23 +67,23 @@ async def test_hanging_member_is_refilled_by_any_free_generator(house: Any) -> N
 
     assert (refill.key, refill.group.prompt_uid) == (TrajectoryKey("g", 1, 1), "p7")
     assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/1"]
-    assert house.states(run) == {TrajectoryState.PLANNED: 2, TrajectoryState.SURPLUS: 1}
+    assert cluster.states(run) == {TrajectoryState.PLANNED: 2, TrajectoryState.SURPLUS: 1}
 
 
 async def test_restarted_batcher_does_not_wait_for_a_hanging_member(
-    house: Any, start_batcher_process: Any
+    cluster: Any, start_batcher_process: Any
 ) -> None:
-    run = house.create_run(batch_groups=2, **SHORT)
+    run = cluster.create_run(batch_groups=2, **SHORT)
     first = start_batcher_process()
     await first.line()
-    await asyncio.to_thread(open_members, house, run, num_samples=3, sealed=2)
-    house.pass_deadlines(run)
-    await wait_for_states(house, run, {TrajectoryState.SEALED: 2, TrajectoryState.SURPLUS: 1})
+    await asyncio.to_thread(open_members, cluster, run, num_samples=3, sealed=2)
+    cluster.pass_deadlines(run)
+    await wait_for_states(cluster, run, {TrajectoryState.SEALED: 2, TrajectoryState.SURPLUS: 1})
 
     first.send_signal(signal.SIGKILL)
     await asyncio.to_thread(first.wait, 10)
-    await house.publish(run, group("h"))
-    trainer = await house.start_trainer(run, lease_s=0.6)
+    await cluster.publish(run, group("h"))
+    trainer = await cluster.start_trainer(run, lease_s=0.6)
     (pulled,) = await trainer.get(1)
 
     assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/0", "h/0/0", "h/1/0"]

@@ -40,15 +40,15 @@ def evaluation(group_id: str, *rewards: float, version: int = 1) -> Group:
     return replace(group(group_id, *members), purpose=Purpose.EVAL)
 
 
-async def num_evaluated(house: Any, run: str, number: int) -> None:
+async def num_evaluated(cluster: Any, run: str, number: int) -> None:
     await wait_until_async(
-        lambda: house.ledger(run).by_state[TrajectoryState.EVALUATED] == number,
+        lambda: cluster.ledger(run).by_state[TrajectoryState.EVALUATED] == number,
         describe=f"{number} evaluated",
     )
 
 
-def plans(house: Any, run: str, steps: int) -> list[Any]:
-    found = [read_plan(house.client, run, step) for step in range(1, steps + 1)]
+def plans(cluster: Any, run: str, steps: int) -> list[Any]:
+    found = [read_plan(cluster.client, run, step) for step in range(1, steps + 1)]
     return [
         replace(each.manifest, run="", previous_hash="", last_event_id="")
         for each in found
@@ -56,54 +56,54 @@ def plans(house: Any, run: str, steps: int) -> list[Any]:
     ]
 
 
-async def test_the_same_training_gives_the_same_batches_with_evaluations_in_between(house):
+async def test_the_same_training_gives_the_same_batches_with_evaluations_in_between(cluster):
     training = [group(name) for name in "abcd"]
-    alone, mixed = (house.create_run(batch_groups=2) for _ in range(2))
-    batcher = await house.start_batcher()
+    alone, mixed = (cluster.create_run(batch_groups=2) for _ in range(2))
+    batcher = await cluster.start_batcher()
 
-    await house.publish(alone, *training)
+    await cluster.publish(alone, *training)
     for number, each in enumerate(training):
-        await house.publish(mixed, evaluation(f"e{number}"), each, evaluation(f"f{number}"))
+        await cluster.publish(mixed, evaluation(f"e{number}"), each, evaluation(f"f{number}"))
     pulled = []
     for run in (alone, mixed):
-        trainer = house.trainer(batcher, run)
+        trainer = cluster.trainer(batcher, run)
         await trainer.start()
         pulled.append([each.rows for step in (1, 2) for each in await trainer.get(step)])
-    await num_evaluated(house, mixed, 16)
+    await num_evaluated(cluster, mixed, 16)
 
     assert pulled[0] == pulled[1]
-    assert plans(house, alone, 2) == plans(house, mixed, 2)
-    assert len(plans(house, mixed, 2)) == 2
-    found = house.ledger(mixed)
+    assert plans(cluster, alone, 2) == plans(cluster, mixed, 2)
+    assert len(plans(cluster, mixed, 2)) == 2
+    found = cluster.ledger(mixed)
     assert (found.accepted, found.num_in_batches) == (24, 8)
 
 
 @pytest.mark.parametrize("place", ["settle.before", "settle.after"])
 async def test_an_evaluation_ends_once_though_its_planner_is_killed_at_its_end(
-    house, start_batcher_process, place
+    cluster, start_batcher_process, place
 ):
-    run = house.create_run()
-    await house.publish(run, evaluation("e", 1.0, 0.0, version=3))
+    run = cluster.create_run()
+    await cluster.publish(run, evaluation("e", 1.0, 0.0, version=3))
 
     status = await asyncio.to_thread(start_batcher_process(place).wait, 60)
-    known = eval_results(house.client, run)
-    await house.start_batcher(lease_s=0.6)
-    await house.publish(run, evaluation("f", 0.5, version=3))
-    await num_evaluated(house, run, 3)
+    known = eval_results(cluster.client, run)
+    await cluster.start_batcher(lease_s=0.6)
+    await cluster.publish(run, evaluation("f", 0.5, version=3))
+    await num_evaluated(cluster, run, 3)
 
     assert status == -signal.SIGKILL
     assert [each.num_groups for each in known] == ([1] if place == "settle.after" else [])
-    (found,) = eval_results(house.client, run)
+    (found,) = eval_results(cluster.client, run)
     assert (found.num_groups, found.num_trajectories, found.reward.mean) == (2, 3, 0.5)
     assert [each.group_id for each in found.groups] == ["e", "f"]
 
 
-async def test_evaluation_continues_while_training_waits_and_ends_with_the_run(house):
-    run = house.create_run(batch_groups=1, max_staleness=0, max_planned_ahead=0)
-    await house.start_batcher()
-    await house.publish(run, group("a"))
+async def test_evaluation_continues_while_training_waits_and_ends_with_the_run(cluster):
+    run = cluster.create_run(batch_groups=1, max_staleness=0, max_planned_ahead=0)
+    await cluster.start_batcher()
+    await cluster.publish(run, group("a"))
 
-    async with AsyncPublisher(house.url, run) as publisher:
+    async with AsyncPublisher(cluster.url, run) as publisher:
         await (await publisher.publish(evaluation("e"))).result(10)
         with pytest.raises(ConflictError, match="evaluat"):
             async with publisher.trajectory("e", 1, num_samples=2):
@@ -111,7 +111,7 @@ async def test_evaluation_continues_while_training_waits_and_ends_with_the_run(h
         await publisher.close_run()
         with pytest.raises(EndOfRunError):
             await (await publisher.publish(evaluation("late"))).result(10)
-    await num_evaluated(house, run, 2)
+    await num_evaluated(cluster, run, 2)
 
 
 @pytest.mark.parametrize(
@@ -121,55 +121,55 @@ async def test_evaluation_continues_while_training_waits_and_ends_with_the_run(h
         ({"purpose": "test"}, "purpose: 'test' is not one of train, eval"),
     ],
 )
-def test_evaluation_with_wrong_arguments_is_refused(house, fields, words):
+def test_evaluation_with_wrong_arguments_is_refused(cluster, fields, words):
     with (
-        Publisher(house.url, house.create_run()) as publisher,
+        Publisher(cluster.url, cluster.create_run()) as publisher,
         pytest.raises(InvalidTurnError, match=words),
     ):
         publisher.group("e", 4, **fields)
 
 
-async def test_the_evaluation_of_a_killed_generator_ends_with_its_lease(house, start_process):
-    run = house.create_run(lease_s=2.0, takeover_s=600)
-    await house.start_batcher()
-    process = start_process(GENERATOR, house.url, run)
+async def test_the_evaluation_of_a_killed_generator_ends_with_its_lease(cluster, start_process):
+    run = cluster.create_run(lease_s=2.0, takeover_s=600)
+    await cluster.start_batcher()
+    process = start_process(GENERATOR, cluster.url, run)
     assert await process.line() == "sealed"
     process.kill()
 
-    house.end_leases(run)
-    await num_evaluated(house, run, 1)
+    cluster.end_leases(run)
+    await num_evaluated(cluster, run, 1)
 
-    (result,) = eval_results(house.client, run)
+    (result,) = eval_results(cluster.client, run)
     assert (result.version, result.num_trajectories, result.num_lost) == (4, 1, 1)
-    by_state = house.ledger(run).by_state
+    by_state = cluster.ledger(run).by_state
     assert by_state[TrajectoryState.ABANDONED] == 1
     turns = keys.trajectory_keys(run, "e/0/0").turns
-    await wait_until_async(lambda: not house.client.exists(turns), describe="released payload")
+    await wait_until_async(lambda: not cluster.client.exists(turns), describe="released payload")
 
 
-async def test_results_survive_compaction_snapshots_and_a_successor(house):
+async def test_results_survive_compaction_snapshots_and_a_successor(cluster):
     upkeep = Upkeep(snapshot_events=1, compact_ended=1)
-    run = house.create_run()
-    first = await house.start_batcher(upkeep=upkeep, lease_s=0.6)
-    await house.publish(run, evaluation("e", 1.0, 0.0, version=3))
-    await num_evaluated(house, run, 2)
-    await left_ledger(house, run)
+    run = cluster.create_run()
+    first = await cluster.start_batcher(upkeep=upkeep, lease_s=0.6)
+    await cluster.publish(run, evaluation("e", 1.0, 0.0, version=3))
+    await num_evaluated(cluster, run, 2)
+    await left_ledger(cluster, run)
     await first.stop()
 
-    await house.start_batcher(upkeep=upkeep, lease_s=0.6)
-    await house.publish(run, evaluation("f", 0.5, 0.5, version=3))
-    await num_evaluated(house, run, 4)
-    await left_ledger(house, run)
+    await cluster.start_batcher(upkeep=upkeep, lease_s=0.6)
+    await cluster.publish(run, evaluation("f", 0.5, 0.5, version=3))
+    await num_evaluated(cluster, run, 4)
+    await left_ledger(cluster, run)
 
-    (result,) = eval_results(house.client, run)
+    (result,) = eval_results(cluster.client, run)
     assert (result.num_groups, result.reward.num, result.reward.mean) == (2, 4, 0.5)
     assert [each.group_id for each in result.groups] == ["e", "f"]
     with pytest.raises(ConflictError, match="is finished"):
-        await house.publish(run, evaluation("e"))
+        await cluster.publish(run, evaluation("e"))
 
 
-async def left_ledger(house: Any, run: str) -> None:
+async def left_ledger(cluster: Any, run: str) -> None:
     names = keys.run_keys(run)
     await wait_until_async(
-        lambda: not house.client.exists(names.ledger, names.groups), describe="an empty ledger"
+        lambda: not cluster.client.exists(names.ledger, names.groups), describe="an empty ledger"
     )

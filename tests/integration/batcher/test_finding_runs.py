@@ -80,26 +80,26 @@ async def is_planned(client: Any, run: str) -> None:
     )
 
 
-async def test_run_created_after_the_batcher_is_planned_without_a_call(house, client):
-    await house.start_batcher()
+async def test_run_created_after_the_batcher_is_planned_without_a_call(cluster, client):
+    await cluster.start_batcher()
 
-    run = house.create_run(batch_groups=1)
-    await house.publish(run, group("g0"))
+    run = cluster.create_run(batch_groups=1)
+    await cluster.publish(run, group("g0"))
 
     await is_planned(client, run)
 
 
-async def test_reopened_run_is_planned_by_a_batcher_started_after_its_end(house, client):
-    run = house.create_run(batch_groups=1)
-    first = await house.start_batcher()
+async def test_reopened_run_is_planned_by_a_batcher_started_after_its_end(cluster, client):
+    run = cluster.create_run(batch_groups=1)
+    first = await cluster.start_batcher()
     close_run(client, run)
 
     await wait_until_async(lambda: read_frontier(client, run).is_finished)
     await first.stop()
-    await house.start_batcher()
+    await cluster.start_batcher()
 
     reopen_run(client, run)
-    await house.publish(run, group("g0"))
+    await cluster.publish(run, group("g0"))
 
     await is_planned(client, run)
 

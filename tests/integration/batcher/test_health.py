@@ -22,8 +22,8 @@ NOT_SERVING = HealthCheckResponse.NOT_SERVING
 
 
 @pytest.fixture
-async def replica(house):
-    return await house.start_batcher()
+async def replica(cluster):
+    return await cluster.start_batcher()
 
 
 @pytest.fixture
@@ -80,12 +80,12 @@ NUM_OPEN = 8
 class FullStore:
     """A run whose open trajectories have filled the store, and their publisher."""
 
-    def __init__(self, house: Any, client: redis.Redis) -> None:
+    def __init__(self, cluster: Any, client: redis.Redis) -> None:
         self.client = client
-        self.run = house.create_run(batch_groups=NUM_OPEN)
+        self.run = cluster.create_run(batch_groups=NUM_OPEN)
         add_prompts(client, self.run, [Prompt(prompt_uid="p", payload=b"", num_samples=2)])
         self.publisher = Publisher(
-            house.url, self.run, writer="gen-7", timeout_s=2.5, admission_timeout_s=1.5
+            cluster.url, self.run, writer="gen-7", timeout_s=2.5, admission_timeout_s=1.5
         )
         self.writers = [
             self.publisher.trajectory(f"g{n}", 0, num_samples=1) for n in range(NUM_OPEN)
@@ -110,17 +110,17 @@ class FullStore:
 
 
 @pytest.fixture
-def full(house: Any) -> Iterator[FullStore]:
-    store = FullStore(house, house.client)
+def full(cluster: Any) -> Iterator[FullStore]:
+    store = FullStore(cluster, cluster.client)
     yield store
     store.close()
 
 
 @pytest.fixture
-async def full_with_batcher(house: Any) -> AsyncIterator[tuple[FullStore, Any, Any]]:
-    replica = await house.start_batcher()
-    store = await asyncio.to_thread(FullStore, house, house.client)
-    trainer = house.trainer(replica, store.run)
+async def full_with_batcher(cluster: Any) -> AsyncIterator[tuple[FullStore, Any, Any]]:
+    replica = await cluster.start_batcher()
+    store = await asyncio.to_thread(FullStore, cluster, cluster.client)
+    trainer = cluster.trainer(replica, store.run)
     await trainer.start()
     store.fill()
     yield store, replica, trainer
@@ -133,7 +133,7 @@ def says_full(text: str) -> bool:
     return all(name in text for name in names) and "away" not in text
 
 
-def test_every_wait_of_a_generator_on_a_full_store_says_full(full: FullStore, house: Any) -> None:
+def test_every_wait_of_a_generator_on_a_full_store_says_full(full: FullStore, cluster: Any) -> None:
     full.fill()
     full.writers[0].append([1] + [2] * 3000 + [3], [4] * 3000, policy_version=0)
 
@@ -146,7 +146,7 @@ def test_every_wait_of_a_generator_on_a_full_store_says_full(full: FullStore, ho
     with pytest.raises(NotReadyError) as tasked:
         full.publisher.next_task(wait_s=0.5)
     with (
-        Publisher(house.url, full.run, writer="other") as other,
+        Publisher(cluster.url, full.run, writer="other") as other,
         pytest.raises(StoreFullError, match="refuses writes") as adopted,
     ):
         other.adopt("g1", 0)

@@ -54,11 +54,11 @@ asyncio.run(main())
 
 
 @pytest.fixture
-def start_stalled(house, start_process) -> Callable[..., Any]:
+def start_stalled(cluster, start_process) -> Callable[..., Any]:
     """Starts a batcher process, and returns it when it answers."""
 
     async def start(*, lease_s: float = LEASE_S, renewals: float = RENEWALS_PER_LEASE) -> Any:
-        process = start_process(STALLED, house.url, str(lease_s), str(renewals))
+        process = start_process(STALLED, cluster.url, str(lease_s), str(renewals))
         assert await process.line()  # its address
         return process
 
@@ -77,23 +77,23 @@ async def is_renewed(url: str, run: str, number: int) -> None:
     await wait_until_async(is_so, describe=f"{number} renewals of the leadership")
 
 
-async def test_planner_keeps_its_leadership_while_its_loop_is_busy(house, start_stalled):
-    run = house.create_run(batch_groups=1)
+async def test_planner_keeps_its_leadership_while_its_loop_is_busy(cluster, start_stalled):
+    run = cluster.create_run(batch_groups=1)
     process = await start_stalled(lease_s=60.0, renewals=600)
-    await is_renewed(house.url, run, 1)  # it leads, before another may
-    other = await house.start_batcher()
-    await house.publish(run, group("g0"))
+    await is_renewed(cluster.url, run, 1)  # it leads, before another may
+    other = await cluster.start_batcher()
+    await cluster.publish(run, group("g0"))
     stalled = await process.line()
-    await is_renewed(house.url, run, 4)
+    await is_renewed(cluster.url, run, 4)
     process.tell("continue")
     continued = await process.line()
 
-    trainer = house.trainer(other, run)
+    trainer = cluster.trainer(other, run)
     await trainer.start()
     await trainer.get(1)
 
     assert (stalled, continued) == ("stalls", "continues")
-    assert house.client.hget(keys.run_keys(run).leader, "epoch") == b"1"
+    assert cluster.client.hget(keys.run_keys(run).leader, "epoch") == b"1"
 
 
 @contextlib.asynccontextmanager
@@ -111,9 +111,9 @@ async def held(url: str, *runs: str) -> AsyncIterator[tuple[Any, list[asyncio.Ta
             await keeper.close()
 
 
-async def test_losing_the_leadership_ends_the_term_and_no_other(house):
-    lost, kept = house.create_run(), house.create_run()
-    async with held(house.url, lost, kept) as (client, holds):
+async def test_losing_the_leadership_ends_the_term_and_no_other(cluster):
+    lost, kept = cluster.create_run(), cluster.create_run()
+    async with held(cluster.url, lost, kept) as (client, holds):
         await release_leadership(Term(client, lost, 1), owner="p")
         await acquire_leadership(client, lost, owner="q", lease_s=60)
 
@@ -122,8 +122,8 @@ async def test_losing_the_leadership_ends_the_term_and_no_other(house):
         assert not holds[1].done()
 
 
-async def test_short_outage_of_the_store_costs_no_leadership(house_at, own_server, caplog):
-    run = house_at(own_server.url).create_run()
+async def test_short_outage_of_the_store_costs_no_leadership(cluster_at, own_server, caplog):
+    run = cluster_at(own_server.url).create_run()
     async with held(own_server.url, run) as (_, holds):
         await asyncio.to_thread(own_server.kill)
         await wait_until_async(lambda: "leaderships cannot be renewed" in caplog.text)
@@ -134,12 +134,12 @@ async def test_short_outage_of_the_store_costs_no_leadership(house_at, own_serve
 
 
 async def test_leader_whose_epoch_was_granted_again_writes_nothing(
-    house_at, own_server, past_of, caplog, monkeypatch
+    cluster_at, own_server, past_of, caplog, monkeypatch
 ):
     monkeypatch.setattr(timekeeper, "LONGEST_PAUSE_S", 600.0)
-    house = house_at(own_server.url)
-    run = house.create_run(batch_groups=1, lease_s=6000)
-    await house.publish(run, group("g0"))
+    cluster = cluster_at(own_server.url)
+    run = cluster.create_run(batch_groups=1, lease_s=6000)
+    await cluster.publish(run, group("g0"))
     past = past_of(own_server)
     is_checked, may_write = asyncio.Event(), asyncio.Event()
 
@@ -151,7 +151,7 @@ async def test_leader_whose_epoch_was_granted_again_writes_nothing(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(releaser.Releaser, "run", release_nothing)
-    await house.start_batcher(before_write=wait, lease_s=600)
+    await cluster.start_batcher(before_write=wait, lease_s=600)
     await is_checked.wait()
     async with connect_async(own_server.url) as client:
         epoch: Any = await client.hget(keys.run_keys(run).leader, "epoch")
@@ -203,11 +203,11 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return set_pauses
 
 
-async def fail(house: Any, hook: Failing) -> tuple[str, Any]:
+async def fail(cluster: Any, hook: Failing) -> tuple[str, Any]:
     """A run and its batcher, whose planner fails as the hook says."""
-    run = house.create_run(batch_groups=1)
-    batcher = await house.start_batcher(before_write=hook)
-    await house.publish(run, group("g0"))
+    run = cluster.create_run(batch_groups=1)
+    batcher = await cluster.start_batcher(before_write=hook)
+    await cluster.publish(run, group("g0"))
     return run, batcher
 
 
@@ -219,12 +219,12 @@ async def fail(house: Any, hook: Failing) -> tuple[str, Any]:
     ],
 )
 async def test_pause_of_a_failing_planner_grows_unless_its_terms_last(
-    house, pauses, first_s, settled_s, least_s, most_s
+    cluster, pauses, first_s, settled_s, least_s, most_s
 ):
     pauses(first_s=first_s, settled_s=settled_s)
     hook = Failing(RuntimeError("a defect"), num_times=4)
 
-    await fail(house, hook)
+    await fail(cluster, hook)
     await asyncio.wait_for(hook.is_waiting.wait(), 30)
 
     gaps = [later - sooner for sooner, later in itertools.pairwise(hook.failed_s)]
@@ -243,12 +243,12 @@ async def test_pause_of_a_failing_planner_grows_unless_its_terms_last(
     ],
 )
 async def test_defect_that_ended_a_term_is_recorded_until_a_term_lasts(
-    house, pauses, error, settled_s, words, recorded
+    cluster, pauses, error, settled_s, words, recorded
 ):
     pauses(settled_s=settled_s)
     hook = Failing(error)
-    run, batcher = await fail(house, hook)
-    trainer = house.trainer(batcher, run)
+    run, batcher = await fail(cluster, hook)
+    trainer = cluster.trainer(batcher, run)
     await trainer.start()
     await asyncio.wait_for(hook.is_waiting.wait(), 30)
 
@@ -256,14 +256,16 @@ async def test_defect_that_ended_a_term_is_recorded_until_a_term_lasts(
 
     leader = keys.run_keys(run).leader
     await wait_until_async(
-        lambda: (house.client.hget(leader, "planning_trouble") or b"") == recorded
+        lambda: (cluster.client.hget(leader, "planning_trouble") or b"") == recorded
     )
 
 
-async def test_a_leader_whose_store_is_away_stops_without_a_complaint(house_at, own_server, caplog):
-    house = house_at(own_server.url)
+async def test_a_leader_whose_store_is_away_stops_without_a_complaint(
+    cluster_at, own_server, caplog
+):
+    cluster = cluster_at(own_server.url)
     hook = Failing(RuntimeError(), num_times=0)
-    _, batcher = await fail(house, hook)
+    _, batcher = await fail(cluster, hook)
     await asyncio.wait_for(hook.is_waiting.wait(), 30)
     await asyncio.to_thread(own_server.kill)
 
@@ -273,51 +275,51 @@ async def test_a_leader_whose_store_is_away_stops_without_a_complaint(house_at, 
     assert "Traceback" not in caplog.text
 
 
-async def test_defect_is_raised_although_the_store_cannot_record_it(house, pauses, caplog):
+async def test_defect_is_raised_although_the_store_cannot_record_it(cluster, pauses, caplog):
     pauses()
 
     async def fail_and_break_the_leader(_: object) -> None:
         if not failures():  # the planner tries again
-            house.client.set(keys.run_keys(run).leader, "no hash")
+            cluster.client.set(keys.run_keys(run).leader, "no hash")
         raise RuntimeError("a defect")
 
-    run = house.create_run(batch_groups=1)
-    await house.start_batcher(before_write=fail_and_break_the_leader)
-    await house.publish(run, group("g0"))
+    run = cluster.create_run(batch_groups=1)
+    await cluster.start_batcher(before_write=fail_and_break_the_leader)
+    await cluster.publish(run, group("g0"))
 
     def failures() -> list[Any]:
         return [each.exc_info for each in caplog.records if "planning of" in each.getMessage()]
 
     await wait_until_async(lambda: bool(failures()))
-    house.client.delete(keys.run_keys(run).leader)
+    cluster.client.delete(keys.run_keys(run).leader)
     assert failures()[0][0] is RuntimeError
 
 
-async def test_planner_that_stops_cleanly_releases_its_lease(house):
-    run = house.create_run(batch_groups=1)
-    first = await house.start_batcher(lease_s=600)
-    await house.publish(run, group("g0"))
-    await house.planned(run, 1)
+async def test_planner_that_stops_cleanly_releases_its_lease(cluster):
+    run = cluster.create_run(batch_groups=1)
+    first = await cluster.start_batcher(lease_s=600)
+    await cluster.publish(run, group("g0"))
+    await cluster.planned(run, 1)
 
     await first.stop()
-    second = await house.start_trainer(run, lease_s=600)
+    second = await cluster.start_trainer(run, lease_s=600)
     await second.stepped(await second.get(1))
-    await house.publish(run, group("g1"))
+    await cluster.publish(run, group("g1"))
     (pulled,) = await second.get(2)
 
     assert pulled.mini_batch.rows.group_id == ["g1", "g1"]
 
 
-async def test_chain_of_several_pages_is_read_whole_by_a_successor(house):
+async def test_chain_of_several_pages_is_read_whole_by_a_successor(cluster):
     num_steps = PAGE_MANIFESTS + 2
-    run = house.create_run(batch_groups=1, max_planned_ahead=2 * num_steps)
-    first = await house.start_batcher()
-    await house.publish(run, *(group(f"g{i}") for i in range(num_steps)))
-    await house.planned(run, num_steps)
+    run = cluster.create_run(batch_groups=1, max_planned_ahead=2 * num_steps)
+    first = await cluster.start_batcher()
+    await cluster.publish(run, *(group(f"g{i}") for i in range(num_steps)))
+    await cluster.planned(run, num_steps)
     await first.stop()
 
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, group("next"))
+    trainer = cluster.trainer(await cluster.start_batcher(), run)
+    await cluster.publish(run, group("next"))
     await trainer.start()
     (pulled,) = await trainer.get(num_steps + 1)
 

@@ -39,11 +39,11 @@ with Publisher(*sys.argv[1:], writer="first") as publisher, publisher.group("fir
 
 
 @pytest.fixture
-def kill_generator(house, start_process):
+def kill_generator(cluster, start_process):
     """Kills a generator that has written its turns."""
 
     async def kill(run: str) -> None:
-        doomed = start_process(GENERATOR, house.url, run)
+        doomed = start_process(GENERATOR, cluster.url, run)
         assert await doomed.line() == "wrote"
         doomed.kill()
         doomed.wait()
@@ -51,13 +51,13 @@ def kill_generator(house, start_process):
     return kill
 
 
-async def test_turns_of_a_killed_generator_are_adopted_and_trained_once(house, kill_generator):
-    run, trainer = await house.serve(batch_groups=1, takeover_s=TAKEOVER_S)
+async def test_turns_of_a_killed_generator_are_adopted_and_trained_once(cluster, kill_generator):
+    run, trainer = await cluster.serve(batch_groups=1, takeover_s=TAKEOVER_S)
     await kill_generator(run)
-    house.end_leases(run, ago_s=1)
+    cluster.end_leases(run, ago_s=1)
 
     def adopt() -> None:
-        with Publisher(house.url, run, writer="second") as publisher:
+        with Publisher(cluster.url, run, writer="second") as publisher:
             for lapsed in publisher.lapsed():
                 episode = publisher.adopt(*lapsed.key)
                 last = episode.turns[-1]
@@ -71,27 +71,27 @@ async def test_turns_of_a_killed_generator_are_adopted_and_trained_once(house, k
 
     assert pulled.rows == ["abCdEfG", "abCdEfG"]
     assert pulled.mini_batch.rows.group_id == ["first", "first"]
-    assert house.ledger(run).accepted == 2
-    assert house.states(run) == {TrajectoryState.PLANNED: 2}
+    assert cluster.ledger(run).accepted == 2
+    assert cluster.states(run) == {TrajectoryState.PLANNED: 2}
 
 
-async def test_group_of_a_killed_generator_is_abandoned_and_frees_capacity(house, kill_generator):
+async def test_group_of_a_killed_generator_is_abandoned_and_frees_capacity(cluster, kill_generator):
     one_group = {"batch_groups": 1, "max_staleness": 0, "max_planned_ahead": 0}
-    run, trainer = await house.serve(**one_group, lease_s=2.0, takeover_s=TAKEOVER_S)
+    run, trainer = await cluster.serve(**one_group, lease_s=2.0, takeover_s=TAKEOVER_S)
     await kill_generator(run)
 
-    house.end_leases(run)
-    await house.publish(run, group("g"))  # waits for admission
+    cluster.end_leases(run)
+    await cluster.publish(run, group("g"))  # waits for admission
     await trainer.start()
     (pulled,) = await trainer.get(1)
 
     names = keys.run_keys(run)
     assert pulled.mini_batch.rows.group_id == ["g", "g"]
     ended = b"abandoned:the lease of first ended"
-    assert house.client.hget(names.ledger, "first/0/0") == ended
-    assert house.client.hget(names.groups, "first") == b"2:incomplete"
-    assert house.client.hget(names.frontier, "live_groups") == b"1"
-    assert house.states(run)[TrajectoryState.ABANDONED] == 2
+    assert cluster.client.hget(names.ledger, "first/0/0") == ended
+    assert cluster.client.hget(names.groups, "first") == b"2:incomplete"
+    assert cluster.client.hget(names.frontier, "live_groups") == b"1"
+    assert cluster.states(run)[TrajectoryState.ABANDONED] == 2
 
 
 LEASE_S = 2.0
@@ -141,20 +141,20 @@ with Publisher(url, run) as publisher:
     "policy", [{}, {"deadline_policy": "refill", "max_refills": 4}], ids=["revisit", "refill"]
 )
 async def test_tasks_of_a_killed_generator_are_granted_again_and_trained_once(
-    house: Any, start_process: Any, policy: dict[str, Any]
+    cluster: Any, start_process: Any, policy: dict[str, Any]
 ) -> None:
-    run, trainer = await house.serve(
+    run, trainer = await cluster.serve(
         batch_groups=1, lease_s=LEASE_S, takeover_s=TAKEOVER_S, **policy
     )
     prompts = [Prompt(prompt_uid=uid, payload=uid.encode(), num_samples=2) for uid in UIDS]
-    add_prompts(house.client, run, prompts)
-    doomed = start_process(DOOMED, house.url, run)
+    add_prompts(cluster.client, run, prompts)
+    doomed = start_process(DOOMED, cluster.url, run)
     assert await doomed.line() == "p0 p1"
 
     doomed.kill()
     doomed.wait()
-    house.end_leases(run)
-    diligent = start_process(DILIGENT, house.url, run)
+    cluster.end_leases(run)
+    diligent = start_process(DILIGENT, cluster.url, run)
     await trainer.start()
     trained: Counter[str] = Counter()
     for step in range(1, len(UIDS) + 1):
@@ -166,10 +166,10 @@ async def test_tasks_of_a_killed_generator_are_granted_again_and_trained_once(
 
     assert trained == Counter(UIDS)
     assert said == "PromptsExhaustedError"
-    house.ledger(run)
-    seen = read_prompt_counts(house.client, run)
+    cluster.ledger(run)
+    seen = read_prompt_counts(cluster.client, run)
     assert (seen.num_trained, seen.num_left, seen.num_given) == (5, 0, 0)
-    left: Any = house.client.hkeys(keys.run_keys(run).prompts)
+    left: Any = cluster.client.hkeys(keys.run_keys(run).prompts)
     assert [name for name in left if name.isdigit()] == []
 
 
@@ -186,42 +186,42 @@ def _give_up(url: str, run: str) -> None:
             writer.abandon("no more time").result(10)
 
 
-async def _folded(house: Any, run: str) -> None:
+async def _folded(cluster: Any, run: str) -> None:
     """Nothing is left of the ledger: ended trajectories have no payload and are compact."""
     names = keys.run_keys(run)
     await wait_until_async(
-        lambda: house.client.hlen(names.ended) > 0 and house.client.hlen(names.ledger) == 0,
+        lambda: cluster.client.hlen(names.untrained) > 0 and cluster.client.hlen(names.ledger) == 0,
         describe="the release",
     )
 
 
 async def test_writer_of_a_lost_seal_learns_that_its_trajectory_was_abandoned(
-    house: Any, server: EmbeddedServer, past_of: PastOf
+    cluster: Any, server: EmbeddedServer, past_of: PastOf
 ) -> None:
-    run = house.create_run(batch_groups=1)
+    run = cluster.create_run(batch_groups=1)
     past = await asyncio.to_thread(past_of, server)
 
-    with Publisher(house.url, run, writer="first", keep_s=60.0) as publisher:
+    with Publisher(cluster.url, run, writer="first", keep_s=60.0) as publisher:
         await asyncio.to_thread(publisher.publish(group("g")).result, 10)
         await asyncio.to_thread(past.come_back)
-        await asyncio.to_thread(_give_up, house.url, run)
-        await house.start_batcher(upkeep=SMALL)
-        await _folded(house, run)
+        await asyncio.to_thread(_give_up, cluster.url, run)
+        await cluster.start_batcher(upkeep=SMALL)
+        await _folded(cluster, run)
         await asyncio.to_thread(publisher.publish(group("h")).result, 10)
 
         with pytest.raises(StoreBehindError, match=r"g/[01]/0 was acknowledged, and .* lost"):
             await asyncio.to_thread(publisher.flush)
 
 
-async def test_tombstone_says_whether_the_trajectory_was_abandoned(house: Any) -> None:
-    run = house.create_run(batch_groups=1, group_filters=ZERO_VARIANCE)
-    await house.start_batcher(upkeep=SMALL)
+async def test_tombstone_says_whether_the_trajectory_was_abandoned(cluster: Any) -> None:
+    run = cluster.create_run(batch_groups=1, group_filters=ZERO_VARIANCE)
+    await cluster.start_batcher(upkeep=SMALL)
 
-    await asyncio.to_thread(_seal_two_of_four, house.url, run)
-    await _folded(house, run)
+    await asyncio.to_thread(_seal_two_of_four, cluster.url, run)
+    await _folded(cluster, run)
 
     places = [keys.trajectory_keys(run, f"g/{sample}/0").meta for sample in range(4)]
-    assert [house.client.hget(place, "released") for place in places] == [
+    assert [cluster.client.hget(place, "released") for place in places] == [
         *(b"over", b"over", b"abandoned", b"abandoned")
     ]
 
@@ -239,26 +239,26 @@ def _seal_two_of_four(url: str, run: str) -> None:
 
 
 async def test_seal_with_a_lost_answer_counts_after_the_run_released_it(
-    house: Any,
+    cluster: Any,
 ) -> None:
-    run = house.create_run(batch_groups=1, retain_checkpoints=1)
-    trainer = await house.start_trainer(run, upkeep=SMALL)
+    run = cluster.create_run(batch_groups=1, retain_checkpoints=1)
+    trainer = await cluster.start_trainer(run, upkeep=SMALL)
 
-    with Proxy(house.url) as proxy:
+    with Proxy(cluster.url) as proxy:
         proxy.unanswered = script("post_sealed").sha.encode()
         sealing = asyncio.create_task(asyncio.to_thread(_seal, proxy.url, run))
         pulled = await trainer.get(1, wait_s=60)
         await trainer.committed(await trainer.stepped(pulled))
         ledger = keys.run_keys(run).ledger
         await wait_until_async(
-            lambda: not house.client.hexists(ledger, "g/0/0"), describe="the release"
+            lambda: not cluster.client.hexists(ledger, "g/0/0"), describe="the release"
         )
         proxy.unanswered, proxy.replies.is_silent = b"", False
         proxy.cut_all()
         statistics = await sealing
 
     assert (statistics.num_trajectories, statistics.num_lost) == (1, 0)
-    assert read_ledger(house.client, run).by_state[TrajectoryState.COMMITTED] == 1
+    assert read_ledger(cluster.client, run).by_state[TrajectoryState.COMMITTED] == 1
 
 
 def _seal(url: str, run: str) -> Any:
@@ -270,13 +270,13 @@ def _seal(url: str, run: str) -> Any:
         return publisher.statistics()
 
 
-async def test_restarted_generator_trains_its_whole_group(house):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
+async def test_restarted_generator_trains_its_whole_group(cluster):
+    run = cluster.create_run(batch_groups=1)
+    trainer = cluster.trainer(await cluster.start_batcher(), run)
     await trainer.start()
 
     def generate(*, seals: bool) -> None:
-        with Publisher(house.url, run, writer="gen-0") as publisher:
+        with Publisher(cluster.url, run, writer="gen-0") as publisher:
             group = publisher.group("a", 2, exist_ok=True).__enter__()
             for trajectory in group:
                 trajectory.append([1], [2], policy_version=0)

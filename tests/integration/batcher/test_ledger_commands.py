@@ -23,9 +23,9 @@ from turnstream.store.client.trajectory_names import keys_named
 from turnstream.store.run.evals import eval_results
 from turnstream.types import GroupOpened, Purpose, Status
 from turnstream_server.batcher.planner.snapshotting import Upkeep
-from turnstream_server.jobs.batches import print_batch, read_batch, write_batch
-from turnstream_server.jobs.ledger import print_ledger, read_run_ledger, read_trajectory
-from turnstream_server.jobs.status import read_status
+from turnstream_server.console.batches import print_batch, read_batch, write_batch
+from turnstream_server.console.ledger import print_ledger, read_run_ledger, read_trajectory
+from turnstream_server.console.status import read_status
 from turnstream_server.ledger.core.scan import entry_ms, readable_events, server_ms
 from turnstream_server.ledger.queries.run_snapshot import read_snapshot
 from turnstream_server.ledger.release.compact_records import find_past_step, read_past_batch
@@ -35,41 +35,41 @@ EQUAL = (trajectory(sample=0), trajectory(sample=1))
 SMALL = Upkeep(snapshot_events=1, snapshot_steps=1)
 
 
-async def ledger(house, run):
-    return await asyncio.to_thread(read_run_ledger, house.url, run)
+async def ledger(cluster, run):
+    return await asyncio.to_thread(read_run_ledger, cluster.url, run)
 
 
-async def history(house, run, trajectory_id):
-    return await asyncio.to_thread(read_trajectory, house.url, run, trajectory_id)
+async def history(cluster, run, trajectory_id):
+    return await asyncio.to_thread(read_trajectory, cluster.url, run, trajectory_id)
 
 
-def opened_ms(house, run):
+def opened_ms(cluster, run):
     """When each group was opened whose event is kept."""
     return {
         event.group_id: entry_ms(entry_id)
-        for entry_id, event in readable_events(house.client, run)
+        for entry_id, event in readable_events(cluster.client, run)
         if isinstance(event, GroupOpened)
     }
 
 
-async def abandon(house, run, *reasons):
+async def abandon(cluster, run, *reasons):
     """Abandon every member of a group, each with its reason."""
 
     def send():
-        with Publisher(house.url, run) as publisher, publisher.group("a", len(reasons)) as opened:
+        with Publisher(cluster.url, run) as publisher, publisher.group("a", len(reasons)) as opened:
             for sample, reason in enumerate(reasons):
                 opened.trajectory(sample).abandon(reason).result(10)
 
     await asyncio.to_thread(send)
 
 
-async def test_ledger_shows_counts_and_reasons(house):
-    run, trainer = await house.started(
+async def test_ledger_shows_counts_and_reasons(cluster):
+    run, trainer = await cluster.started(
         group("a"), group("equal", *EQUAL), group("b"), batch_groups=2, group_filters=ZERO_VARIANCE
     )
     await trainer.stepped(await trainer.get(1))
 
-    seen = await ledger(house, run)
+    seen = await ledger(cluster, run)
 
     states = seen["states"]
     assert (seen["accepted"], seen["stepped"]) == (6, 1)
@@ -94,23 +94,25 @@ def judged(name, *accuracies):
 
 
 @pytest.mark.parametrize("is_compacted", [False, True])
-async def test_filtered_group_keeps_the_metric_the_value_and_the_limit(house, is_compacted: bool):
+async def test_filtered_group_keeps_the_metric_the_value_and_the_limit(cluster, is_compacted: bool):
     # Groups with different means count together, also after the ledger was folded.
-    run = house.create_run(batch_groups=1, group_filters=(ACCURACY,))
+    run = cluster.create_run(batch_groups=1, group_filters=(ACCURACY,))
     upkeep = replace(SMALL, compact_ended=1) if is_compacted else Upkeep()
-    trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
+    trainer = cluster.trainer(await cluster.start_batcher(upkeep=upkeep), run)
     await trainer.start()
     dropped = judged("low", 0, 0.25), judged("lower", 0, 0), judged("none", None, 0.5)
-    await house.publish(run, *dropped, judged("mid", 0.5, 0.75))
+    await cluster.publish(run, *dropped, judged("mid", 0.5, 0.75))
     (pulled,) = await trainer.get(1)
     await trainer.stepped((pulled,))
     names = keys.run_keys(run)
     if is_compacted:
-        await wait_until_async(lambda: house.client.hlen(names.ended) > 0, describe="the record")
-        await wait_until_async(lambda: house.client.hlen(names.ledger) == 2, describe="the fold")
+        await wait_until_async(
+            lambda: cluster.client.hlen(names.untrained) > 0, describe="the record"
+        )
+        await wait_until_async(lambda: cluster.client.hlen(names.ledger) == 2, describe="the fold")
 
-    seen, low = await ledger(house, run), await history(house, run, "low/1/0")
-    (status,) = await asyncio.to_thread(read_status, house.url, run)
+    seen, low = await ledger(cluster, run), await history(cluster, run, "low/1/0")
+    (status,) = await asyncio.to_thread(read_status, cluster.url, run)
 
     below = "the mean of metric 'accuracy' is below low=0.25"
     assert pulled.mini_batch.rows.group_id == ["mid", "mid"]
@@ -121,19 +123,19 @@ async def test_filtered_group_keeps_the_metric_the_value_and_the_limit(house, is
     }
     assert status["ledger"]["filtered"] == 6
     if is_compacted:
-        assert house.client.hget(names.reasons, f"filtered:{below}") == b"4"
+        assert cluster.client.hget(names.reasons, f"filtered:{below}") == b"4"
 
 
-async def test_error_trajectory_is_excluded_with_its_reason(house):
+async def test_error_trajectory_is_excluded_with_its_reason(cluster):
     failed = trajectory(sample=2, status=Status.ERROR)
     never_started = replace(failed, sample=3, turns=(), reward=None)
     members = (trajectory(sample=0), trajectory(sample=1, reward=0.0), failed, never_started)
     evaluated = replace(group("e", *members), purpose=Purpose.EVAL)
-    run, trainer = await house.started(evaluated, group("a", *members), batch_groups=1)
+    run, trainer = await cluster.started(evaluated, group("a", *members), batch_groups=1)
     (pulled,) = await trainer.get(1)
 
-    seen = [await history(house, run, f"a/{sample}/0") for sample in (2, 3)]
-    (result,) = await asyncio.to_thread(eval_results, house.client, run)
+    seen = [await history(cluster, run, f"a/{sample}/0") for sample in (2, 3)]
+    (result,) = await asyncio.to_thread(eval_results, cluster.client, run)
 
     assert pulled.mini_batch.rows.trajectory_id == ["a/0/0", "a/1/0"]
     assert [(each["state"], each["reason"]) for each in seen] == [
@@ -144,17 +146,20 @@ async def test_error_trajectory_is_excluded_with_its_reason(house):
 
 
 @pytest.mark.parametrize("upkeep", [Upkeep(), SMALL])
-async def test_why_counts_no_masked_member_whose_reward_is_left_out(house, upkeep):
-    run = house.create_run(batch_groups=1, mask_truncated=True, masked_reward="leave_out")
-    trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
+async def test_why_counts_no_masked_member_whose_reward_is_left_out(cluster, upkeep):
+    run = cluster.create_run(batch_groups=1, mask_truncated=True, masked_reward="leave_out")
+    trainer = cluster.trainer(await cluster.start_batcher(upkeep=upkeep), run)
     await trainer.start()
 
     def send():
-        with Publisher(house.url, run) as publisher, publisher.group("a", 3, num_needed=2) as group:
+        with (
+            Publisher(cluster.url, run) as publisher,
+            publisher.group("a", 3, num_needed=2) as group,
+        ):
             for trajectory, status in zip(group, ("truncated", "completed"), strict=False):
                 trajectory.append([1], [2], policy_version=0)
                 trajectory.seal(reward=1.0, status=status)
-            return read_snapshot(house.client, run)
+            return read_snapshot(cluster.client, run)
 
     seen = await asyncio.to_thread(send)
 
@@ -162,34 +167,34 @@ async def test_why_counts_no_masked_member_whose_reward_is_left_out(house, upkee
     assert (seen.members[0].num_sealed, seen.members[0].num_needed) == (1, 2)
 
 
-async def test_longest_hanging_trajectory_is_the_oldest_without_its_event(house):
-    run = house.create_run(batch_groups=1)
-    house.client.config_set("stream-node-max-entries", 1)  # so that each event may go by itself
-    trainer = house.trainer(await house.start_batcher(upkeep=SMALL), run)
-    house.open_group(run, "old/1", "old%2F1/0/0")
-    house.open_group(run, "evaluated", "evaluated/0/0", purpose=Purpose.EVAL)
-    born_ms = opened_ms(house, run)
+async def test_longest_hanging_trajectory_is_the_oldest_without_its_event(cluster):
+    run = cluster.create_run(batch_groups=1)
+    cluster.client.config_set("stream-node-max-entries", 1)  # so that each event may go by itself
+    trainer = cluster.trainer(await cluster.start_batcher(upkeep=SMALL), run)
+    cluster.open_group(run, "old/1", "old%2F1/0/0")
+    cluster.open_group(run, "evaluated", "evaluated/0/0", purpose=Purpose.EVAL)
+    born_ms = opened_ms(cluster, run)
     await trainer.start()
     for step in range(1, 6):
-        await house.publish(run, group(f"g{step}"))
+        await cluster.publish(run, group(f"g{step}"))
         await trainer.stepped(await trainer.get(step))
-    await wait_until_async(lambda: "g1" not in opened_ms(house, run), describe="trimmed events")
-    house.open_group(run, "young", "young/0/0")
+    await wait_until_async(lambda: "g1" not in opened_ms(cluster, run), describe="trimmed events")
+    cluster.open_group(run, "young", "young/0/0")
 
-    least_s = (server_ms(house.client) - born_ms["old/1"]) / 1_000
-    waiting = await asyncio.to_thread(read_snapshot, house.client, run)
-    most_s = (server_ms(house.client) - born_ms["old/1"]) / 1_000
+    least_s = (server_ms(cluster.client) - born_ms["old/1"]) / 1_000
+    waiting = await asyncio.to_thread(read_snapshot, cluster.client, run)
+    most_s = (server_ms(cluster.client) - born_ms["old/1"]) / 1_000
 
     assert [each.key.group_id for each in waiting.members] == ["old/1", "young"]
     assert least_s <= (waiting.members[0].since_s or 0.0) <= most_s
 
 
-async def test_json_has_every_reason_and_the_table_counts_the_rest(house):
-    run = house.create_run()
-    await abandon(house, run, *(f"error {min(sample, 6)}" for sample in range(12)))
+async def test_json_has_every_reason_and_the_table_counts_the_rest(cluster):
+    run = cluster.create_run()
+    await abandon(cluster, run, *(f"error {min(sample, 6)}" for sample in range(12)))
     screen = StringIO()
 
-    content = await ledger(house, run)
+    content = await ledger(cluster, run)
     reasons = content["states"]["abandoned"]["reasons"]
     print_ledger(content, Screen(screen, width=120))
 
@@ -199,29 +204,31 @@ async def test_json_has_every_reason_and_the_table_counts_the_rest(house):
 
 
 @pytest.mark.parametrize("is_compacted", [False, True])
-async def test_history_of_an_abandoned_trajectory_has_the_reason(house, is_compacted: bool):
-    run = house.create_run(batch_groups=1)
-    await abandon(house, run, "no answer to 8f3a1b2c77d0e1f2 in 30 s")
+async def test_history_of_an_abandoned_trajectory_has_the_reason(cluster, is_compacted: bool):
+    run = cluster.create_run(batch_groups=1)
+    await abandon(cluster, run, "no answer to 8f3a1b2c77d0e1f2 in 30 s")
     if is_compacted:
-        await house.start_batcher(upkeep=replace(SMALL, compact_ended=1))
-        ended = keys.run_keys(run).ended
-        await wait_until_async(lambda: house.client.hlen(ended) == 1, describe="the compact record")
+        await cluster.start_batcher(upkeep=replace(SMALL, compact_ended=1))
+        ended = keys.run_keys(run).untrained
+        await wait_until_async(
+            lambda: cluster.client.hlen(ended) == 1, describe="the compact record"
+        )
 
-    seen = await history(house, run, "a/0/0")
+    seen = await history(cluster, run, "a/0/0")
 
     assert (seen["state"], seen["reason"]) == ("abandoned", "no answer to 8f3a1b2c77d0e1f2 in 30 s")
 
 
 @pytest.mark.parametrize("dp_rank", [0, 1])
-async def test_the_bytes_of_a_batch_are_those_that_its_rank_gets(house, tmp_path: Path, dp_rank):
-    run, trainer = await house.started(
+async def test_the_bytes_of_a_batch_are_those_that_its_rank_gets(cluster, tmp_path: Path, dp_rank):
+    run, trainer = await cluster.started(
         group("a"), group("b"), batch_groups=2, mini_batch_groups=1, dp_world_size=2
     )
     pulled = await trainer.get(1, dp_rank=dp_rank)
 
     paths = await asyncio.to_thread(
         lambda: write_batch(
-            house.url, run, 1, tmp_path / "out.arrow", dp_rank=dp_rank, dp_world_size=2
+            cluster.url, run, 1, tmp_path / "out.arrow", dp_rank=dp_rank, dp_world_size=2
         )
     )
 
@@ -235,13 +242,13 @@ LABELLED = (
 )
 
 
-async def test_labels_are_summed_once_per_batch_for_workers_and_commands(house):
-    run, trainer = await house.started(
+async def test_labels_are_summed_once_per_batch_for_workers_and_commands(cluster):
+    run, trainer = await cluster.started(
         group("a", *LABELLED), group("b"), batch_groups=2, mini_batch_groups=1, dp_world_size=2
     )
 
     first, second = await trainer.get(1, dp_rank=1)
-    seen = await asyncio.to_thread(read_batch, house.url, run, 1)
+    seen = await asyncio.to_thread(read_batch, cluster.url, run, 1)
     screen = StringIO()
     print_batch(run, seen, Screen(screen, width=120), show_all=True)
 
@@ -258,35 +265,55 @@ async def test_labels_are_summed_once_per_batch_for_workers_and_commands(house):
 NAMES = ("open/0/0", "g4/0/0", "g1/0/0", "ended/0/0")
 """Trajectories in different places: open, planned, and in compact records."""
 
-READ = ("frontier", "config", "ledger", "counts", "batches", "conflicts", "held", "budget", "past")
-READ += ("ended", "reasons", "times", "observers", "clock", "letters", "rewards", "cold", "again")
+READ = (
+    "frontier",
+    "config",
+    "ledger",
+    "counts",
+    "batches",
+    "conflicts",
+    "payload_bytes",
+    "budget",
+    "finished_batches",
+)
+READ += (
+    "untrained",
+    "reasons",
+    "times",
+    "observers",
+    "clock",
+    "dead_letters",
+    "rewards",
+    "archive_files",
+    "retry",
+)
 """Hashes of a run that the ledger reads."""
 
 
 @pytest.fixture
-async def worn_run(house: Any) -> str:
+async def worn_run(cluster: Any) -> str:
     """A run with trajectories in every place that the ledger reads; its batcher has stopped."""
-    run = house.create_run(batch_groups=1, max_staleness=9, retain_checkpoints=1)
-    trainer = await house.start_trainer(run, upkeep=replace(SMALL, compact_ended=2))
-    await house.publish(run, *(group(f"g{step}") for step in range(1, 5)))
+    run = cluster.create_run(batch_groups=1, max_staleness=9, retain_checkpoints=1)
+    trainer = await cluster.start_trainer(run, upkeep=replace(SMALL, compact_ended=2))
+    await cluster.publish(run, *(group(f"g{step}") for step in range(1, 5)))
     await trainer.train(1, 2, 3)
     await trainer.get(4)
     names = keys.run_keys(run)
 
     def leave_others() -> None:
-        with Publisher(house.url, run, writer="gen-1") as publisher:
+        with Publisher(cluster.url, run, writer="gen-1") as publisher:
             for name in ("ended", "ended2"):
                 with publisher.group(name, 2):
                     pass
             publisher.trajectory("open", 0, num_samples=2).append(ids("ab"), ids("c")).result(10)
-            for records in (names.ended, names.past):
-                wait_until(lambda key=records: house.client.hlen(key) > 0, describe=records)
+            for records in (names.untrained, names.finished_batches):
+                wait_until(lambda key=records: cluster.client.hlen(key) > 0, describe=records)
 
     await asyncio.to_thread(leave_others)
-    await house.close()  # no batcher repairs or meets the damage
-    with connect(house.url) as client:
+    await cluster.close()  # no batcher repairs or meets the damage
+    with connect(cluster.url) as client:
         client.hset(names.conflicts, mapping={"num": 1, "last": "g1/0/0: another turn"})
-        client.hset(names.letters, "g4/0/0", "1700000000000:100")
+        client.hset(names.dead_letters, "g4/0/0", "1700000000000:100")
         client.hset(names.observers, "o", "1:99999999999999:60000")
     return run
 
@@ -307,8 +334,8 @@ def damage_all(client: Any, key: str) -> Iterator[str]:
 
 
 @pytest.mark.timeout(600)
-async def test_every_damaged_field_is_a_typed_error_of_ledger(house: Any, worn_run: str) -> None:
-    found = await asyncio.to_thread(_damage_all, house.url, worn_run)
+async def test_every_damaged_field_is_a_typed_error_of_ledger(cluster: Any, worn_run: str) -> None:
+    found = await asyncio.to_thread(_damage_all, cluster.url, worn_run)
 
     assert found == []
 

@@ -76,19 +76,19 @@ def test_connected_program_cannot_open_an_older_run(
 
 
 async def test_batcher_neither_leads_nor_serves_an_older_run(
-    house: Any, client: redis.Redis, caplog: pytest.LogCaptureFixture
+    cluster: Any, client: redis.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = dump(client)
-    batcher = await house.start_batcher()
-    newer = house.create_run(batch_groups=1)
-    await house.publish(newer, group("g0"))
+    batcher = await cluster.start_batcher()
+    newer = cluster.create_run(batch_groups=1)
+    await cluster.publish(newer, group("g0"))
 
     with pytest.raises(UnknownFormatError, match=SAID):
-        await house.trainer(batcher, RUN).start()
+        await cluster.trainer(batcher, RUN).start()
 
     refusal = f"run {RUN!r} {SENTENCE}"
     await wait_until_async(lambda: refusal in caplog.text, describe="the log of the refusal")
-    trainer = house.trainer(batcher, newer)
+    trainer = cluster.trainer(batcher, newer)
     await trainer.start()
     assert await trainer.get(1)  # another run of the same store is not disturbed
     assert dump(client) == before

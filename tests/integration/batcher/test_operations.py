@@ -13,7 +13,7 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from testkit.houses import House
+from testkit.clusters import Cluster
 from testkit.operations import make_bodies, make_operation
 from turnstream.batching.rows.operations import Operation
 from turnstream.errors import (
@@ -36,14 +36,14 @@ from turnstream_server.batcher.assembly.operation_shares import (
     encode_operation_share,
 )
 from turnstream_server.batcher.serving import operations as serving_operations
-from turnstream_server.commands.contents import CreateModel
-from turnstream_server.commands.keys import model_keys
-from turnstream_server.commands.log import ModelLog, Run, submit
-from turnstream_server.commands.models import ModelRecord, create_model
-from turnstream_server.commands.operation_records import encode_operation
-from turnstream_server.commands.results import Failure
 from turnstream_server.engine.pulling import OperationStream
 from turnstream_server.engine.shares import OperationShare
+from turnstream_server.operations.contents import CreateModel
+from turnstream_server.operations.keys import model_keys
+from turnstream_server.operations.log import ModelLog, Run, submit
+from turnstream_server.operations.models import ModelRecord, create_model
+from turnstream_server.operations.operation_records import encode_operation
+from turnstream_server.operations.results import Failure
 
 _numbers = itertools.count()
 
@@ -52,16 +52,16 @@ TEXTS = make_operation(5, 1, num_targets=2, seed=2)
 OPERATIONS = [PPO, TEXTS, PPO]
 
 
-async def new_model(house: House, operations: Sequence[Operation]) -> tuple[str, Run]:
+async def new_model(cluster: Cluster, operations: Sequence[Operation]) -> tuple[str, Run]:
     """Create a model with these calls in its log; return its id, and what its worker takes."""
     model_id = f"S{next(_numbers)}:train:0"
-    async with connect_async(house.url) as client:
+    async with connect_async(cluster.url) as client:
         record = ModelRecord(model_id, base_model="tiny", owner="o", lora_rank=0)
         await create_model(client, record, CreateModel(path=None, optimizer=False))
         for number, operation in enumerate(operations, start=1):
             content = encode_operation(operation)
             await submit(client, model_id, number, "forward_backward", content)
-    log = ModelLog.acquire(house.client, model_id, worker="w", lease_s=60)
+    log = ModelLog.acquire(cluster.client, model_id, worker="w", lease_s=60)
     log.finish({0: Failure("made", "server")})
     run = log.take()
     assert isinstance(run, Run)
@@ -115,9 +115,11 @@ def data_of(shares: Sequence[OperationShare]) -> list[tuple[int, str, int]]:
 
 
 @pytest.mark.parametrize("dp_world_size", [1, 2, 3])
-async def test_ranks_pull_each_datum_once_and_compute_it(house: House, dp_world_size: int) -> None:
-    model_id, run = await new_model(house, OPERATIONS)
-    replica = await house.start_batcher()
+async def test_ranks_pull_each_datum_once_and_compute_it(
+    cluster: Cluster, dp_world_size: int
+) -> None:
+    model_id, run = await new_model(cluster, OPERATIONS)
+    replica = await cluster.start_batcher()
 
     ranks = await asyncio.gather(
         *(
@@ -142,18 +144,18 @@ async def test_ranks_pull_each_datum_once_and_compute_it(house: House, dp_world_
             assert sum(len(part.row_ids) for part in parts) == len(share.mini_batch.rows)
 
 
-async def test_skipped_commands_take_no_part(house: House) -> None:
-    model_id, run = await new_model(house, OPERATIONS)
-    replica = await house.start_batcher()
+async def test_skipped_commands_take_no_part(cluster: Cluster) -> None:
+    model_id, run = await new_model(cluster, OPERATIONS)
+    replica = await cluster.start_batcher()
 
     shares = await pull(replica.address, model_id, run, skipped=frozenset({1, 3}))
 
     assert data_of(shares) == [(0, f"{model_id}:2", 0), (1, f"{model_id}:2", 1)]
 
 
-async def test_replicas_and_repeated_calls_have_the_same_bytes(house: House) -> None:
-    model_id, _ = await new_model(house, OPERATIONS)
-    one, other = await house.start_batcher(), await house.start_batcher()
+async def test_replicas_and_repeated_calls_have_the_same_bytes(cluster: Cluster) -> None:
+    model_id, _ = await new_model(cluster, OPERATIONS)
+    one, other = await cluster.start_batcher(), await cluster.start_batcher()
 
     answers = [
         await raw_answer(replica.address, model_id, first=1, last=3, dp_rank=1)
@@ -165,10 +167,10 @@ async def test_replicas_and_repeated_calls_have_the_same_bytes(house: House) -> 
 
 
 async def test_ranks_share_an_assembly_until_the_last_one_has_its_rows(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model_id, run = await new_model(house, OPERATIONS)
-    replica = await house.start_batcher()
+    model_id, run = await new_model(cluster, OPERATIONS)
+    replica = await cluster.start_batcher()
     made: list[int] = []
     cut = serving_operations.cut_operations
 
@@ -188,10 +190,10 @@ async def test_ranks_share_an_assembly_until_the_last_one_has_its_rows(
     assert made == [3, 3, 2]
 
 
-async def test_command_without_content_is_refused_by_number(house: House) -> None:
-    model_id, run = await new_model(house, OPERATIONS)
-    replica = await house.start_batcher()
-    house.client.hdel(model_keys(model_id).bodies, "2")
+async def test_command_without_content_is_refused_by_number(cluster: Cluster) -> None:
+    model_id, run = await new_model(cluster, OPERATIONS)
+    replica = await cluster.start_batcher()
+    cluster.client.hdel(model_keys(model_id).bodies, "2")
 
     with pytest.raises(ReleasedError, match=f"command 2 of model '{model_id}' has no content"):
         await pull(replica.address, model_id, run)
@@ -199,17 +201,17 @@ async def test_command_without_content_is_refused_by_number(house: House) -> Non
         await pull(replica.address, "S:train:9", run)
 
 
-async def test_damaged_content_is_an_error_after_few_calls(house: House) -> None:
-    model_id, run = await new_model(house, OPERATIONS)
-    replica = await house.start_batcher()
-    house.client.hset(model_keys(model_id).bodies, "2", b"\xff" * 40)
+async def test_damaged_content_is_an_error_after_few_calls(cluster: Cluster) -> None:
+    model_id, run = await new_model(cluster, OPERATIONS)
+    replica = await cluster.start_batcher()
+    cluster.client.hset(model_keys(model_id).bodies, "2", b"\xff" * 40)
 
     with pytest.raises(CorruptRecordError, match=f"command 2 of model '{model_id}' is no"):
         await pull(replica.address, model_id, run)
 
 
-async def test_rank_outside_its_world_is_refused_at_both_ends(house: House) -> None:
-    replica = await house.start_batcher()
+async def test_rank_outside_its_world_is_refused_at_both_ends(cluster: Cluster) -> None:
+    replica = await cluster.start_batcher()
 
     with pytest.raises(InvalidConfigError, match="dp_rank: 2 is not in a world of 2"):
         OperationStream(replica.address, dp_rank=2, dp_world_size=2)
@@ -226,20 +228,20 @@ async def test_rank_outside_its_world_is_refused_at_both_ends(house: House) -> N
     ["operations.after_header", "operations.after_data", "operations.after_header=stop"],
 )
 async def test_second_replica_takes_over_in_the_middle_of_an_answer(
-    house: House, start_batcher_process: Callable[..., Any], failpoint: str
+    cluster: Cluster, start_batcher_process: Callable[..., Any], failpoint: str
 ) -> None:
-    model_id, run = await new_model(house, OPERATIONS)
+    model_id, run = await new_model(cluster, OPERATIONS)
     dying = await start_batcher_process(failpoint).line()
-    replica = await house.start_batcher()
+    replica = await cluster.start_batcher()
 
     shares = await pull(f"{dying},{replica.address}", model_id, run)
 
     assert len(data_of(shares)) == sum(len(each.data) for each in OPERATIONS)
 
 
-async def test_stream_without_a_replica_names_the_commands_and_the_limit(house: House) -> None:
-    model_id, run = await new_model(house, OPERATIONS)
-    replica = await house.start_batcher()
+async def test_stream_without_a_replica_names_the_commands_and_the_limit(cluster: Cluster) -> None:
+    model_id, run = await new_model(cluster, OPERATIONS)
+    replica = await cluster.start_batcher()
     await replica.stop()
 
     with pytest.raises(

@@ -31,38 +31,38 @@ PARK_AFTER_S = 0.1
 Words = dict[str, Any]
 """Values that pass from the preparation of a run to its work."""
 Act = Callable[[Any, str, Any, Words], Awaitable[None]]
-"""Is called with the house, the run, its trainer, and words."""
+"""Is called with the cluster, the run, its trainer, and words."""
 
 
-def leader(house: Any, run: str) -> dict[bytes, bytes]:
-    return house.client.hgetall(keys.run_keys(run).leader)
+def leader(cluster: Any, run: str) -> dict[bytes, bytes]:
+    return cluster.client.hgetall(keys.run_keys(run).leader)
 
 
 async def until(what: str, condition: Callable[[], object]) -> None:
     await wait_until_async(lambda: bool(condition()), describe=what)
 
 
-async def until_parked(house: Any, run: str) -> int:
+async def until_parked(cluster: Any, run: str) -> int:
     """The epoch of the leader that has parked the run."""
-    await until("a parked run", lambda: b"parked" in leader(house, run))
-    return int(leader(house, run)[b"epoch"])
+    await until("a parked run", lambda: b"parked" in leader(cluster, run))
+    return int(leader(cluster, run)[b"epoch"])
 
 
-async def until_led(house: Any, run: str, *, after: int) -> None:
+async def until_led(cluster: Any, run: str, *, after: int) -> None:
     """Wait until another term has started; it may be finished already."""
-    await until("a leader", lambda: int(leader(house, run).get(b"epoch", 0)) > after)
+    await until("a leader", lambda: int(leader(cluster, run).get(b"epoch", 0)) > after)
 
 
-def has_event(house: Any, run: str, kind: type[Event]) -> bool:
-    found: Any = house.client.xrange(keys.run_keys(run).events)
+def has_event(cluster: Any, run: str, kind: type[Event]) -> bool:
+    found: Any = cluster.client.xrange(keys.run_keys(run).events)
     return any(isinstance(decode_event(fields[b"r"]), kind) for _, fields in found)
 
 
 def store_call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Act:
     """Return a kind of work: a call of the store with the client and the run."""
 
-    async def act(house: Any, run: str, trainer: Any, words: Words) -> None:
-        function(house.client, run, *arguments, **options)
+    async def act(cluster: Any, run: str, trainer: Any, words: Words) -> None:
+        function(cluster.client, run, *arguments, **options)
 
     return act
 
@@ -70,9 +70,9 @@ def store_call(function: Callable[..., Any], *arguments: Any, **options: Any) ->
 def in_thread(work: Callable[[Publisher], Any]) -> Act:
     """Return a kind of work: calls of a publisher."""
 
-    async def act(house: Any, run: str, trainer: Any, words: Words) -> None:
+    async def act(cluster: Any, run: str, trainer: Any, words: Words) -> None:
         def send() -> None:
-            with Publisher(house.url, run) as publisher:
+            with Publisher(cluster.url, run) as publisher:
                 work(publisher)
 
         await asyncio.to_thread(send)
@@ -81,13 +81,13 @@ def in_thread(work: Callable[[Publisher], Any]) -> Act:
 
 
 def publish(*groups: Group) -> Act:
-    async def act(house: Any, run: str, trainer: Any, words: Words) -> None:
-        await house.publish(run, *groups)
+    async def act(cluster: Any, run: str, trainer: Any, words: Words) -> None:
+        await cluster.publish(run, *groups)
 
     return act
 
 
-async def nothing(house: Any, run: str, trainer: Any, words: Words) -> None:
+async def nothing(cluster: Any, run: str, trainer: Any, words: Words) -> None:
     """An empty run needs no preparation."""
 
 
@@ -98,9 +98,9 @@ def seal_one_of_two(publisher: Publisher) -> None:
     trajectory.seal(1.0)
 
 
-async def open_the_rest(house: Any, run: str, trainer: Any, words: Words) -> None:
+async def open_the_rest(cluster: Any, run: str, trainer: Any, words: Words) -> None:
     """Open the other sample, which adds a lease and no event."""
-    house.open_group(run, "g0", "g0/1/0", num_samples=2)
+    cluster.open_group(run, "g0", "g0/1/0", num_samples=2)
 
 
 def take_task(publisher: Publisher) -> None:
@@ -112,35 +112,35 @@ def revise(client: Any, run: str) -> None:
     revise_config(client, run, dataclasses.replace(config, batch_groups=4), from_step=1)
 
 
-async def observe(house: Any, run: str, trainer: Any, words: Words) -> None:
-    async with connect_async(house.url) as client:
+async def observe(cluster: Any, run: str, trainer: Any, words: Words) -> None:
+    async with connect_async(cluster.url) as client:
         await declare_observer(client, run, observer="o", first_step=1, expiry_s=0.3)
 
 
-async def start(house: Any, run: str, trainer: Any, words: Words) -> None:
+async def start(cluster: Any, run: str, trainer: Any, words: Words) -> None:
     await trainer.start()
 
 
-async def get_a_batch(house: Any, run: str, trainer: Any, words: Words) -> None:
-    await house.publish(run, group("g0"), group("g1"))
+async def get_a_batch(cluster: Any, run: str, trainer: Any, words: Words) -> None:
+    await cluster.publish(run, group("g0"), group("g1"))
     await trainer.start()
     words["pulled"] = await trainer.get(1)
 
 
-async def step(house: Any, run: str, trainer: Any, words: Words) -> None:
+async def step(cluster: Any, run: str, trainer: Any, words: Words) -> None:
     words["token"] = await trainer.stepped(words["pulled"])
 
 
-async def step_a_batch(house: Any, run: str, trainer: Any, words: Words) -> None:
-    await get_a_batch(house, run, trainer, words)
-    await step(house, run, trainer, words)
+async def step_a_batch(cluster: Any, run: str, trainer: Any, words: Words) -> None:
+    await get_a_batch(cluster, run, trainer, words)
+    await step(cluster, run, trainer, words)
 
 
-async def commit(house: Any, run: str, trainer: Any, words: Words) -> None:
+async def commit(cluster: Any, run: str, trainer: Any, words: Words) -> None:
     await trainer.committed(words["token"])
 
 
-async def announce(house: Any, run: str, trainer: Any, words: Words) -> None:
+async def announce(cluster: Any, run: str, trainer: Any, words: Words) -> None:
     await trainer.announce_version(1, step=0)
 
 
@@ -168,43 +168,43 @@ KINDS: dict[str, tuple[Act, Act]] = {
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 async def test_parked_run_is_led_again_for_every_kind_of_work(
-    house: Any, num_replicas: int
+    cluster: Any, num_replicas: int
 ) -> None:
-    replica = await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
-    runs: dict[str, str] = {kind: house.create_run() for kind in KINDS}
-    calls = {kind: (house, run, house.trainer(replica, run), {}) for kind, run in runs.items()}
+    replica = await cluster.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
+    runs: dict[str, str] = {kind: cluster.create_run() for kind in KINDS}
+    calls = {kind: (cluster, run, cluster.trainer(replica, run), {}) for kind, run in runs.items()}
     await asyncio.gather(*(KINDS[kind][0](*call) for kind, call in calls.items()))
-    epochs = {kind: await until_parked(house, run) for kind, run in runs.items()}
+    epochs = {kind: await until_parked(cluster, run) for kind, run in runs.items()}
     if num_replicas == 2:
-        last = await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
+        last = await cluster.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
         del epochs["reopen"]  # a replica that starts takes no part in a finished run
         for kind, epoch in epochs.items():
-            await until_led(house, runs[kind], after=epoch)
+            await until_led(cluster, runs[kind], after=epoch)
         for _, _, trainer, _ in calls.values():
             await trainer.move_to(last.address)
         await replica.stop()
 
     for kind, run in runs.items():
-        epoch = await until_parked(house, run)
+        epoch = await until_parked(cluster, run)
         await KINDS[kind][1](*calls[kind])
         try:
-            await until_led(house, run, after=epoch)
+            await until_led(cluster, run, after=epoch)
         except TimeoutError as error:
             error.add_note(kind)
             raise
 
 
-async def test_parked_run_has_no_reason_that_names_its_planner(house: Any) -> None:
-    run = house.create_run()
-    batcher = await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
-    await until_parked(house, run)
-    while_parked = [*no_planner(house.client, run)]
+async def test_parked_run_has_no_reason_that_names_its_planner(cluster: Any) -> None:
+    run = cluster.create_run()
+    batcher = await cluster.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
+    await until_parked(cluster, run)
+    while_parked = [*no_planner(cluster.client, run)]
     await batcher.stop()
 
-    house.open_group(run, "g0", "g0/0/0")
+    cluster.open_group(run, "g0", "g0/0/0")
 
     assert while_parked == []
-    assert [*no_planner(house.client, run)] == [WaitKind.BATCHER_AWAY] * 2
+    assert [*no_planner(cluster.client, run)] == [WaitKind.BATCHER_AWAY] * 2
 
 
 def no_planner(client: Any, run: str) -> Iterator[str]:
@@ -216,86 +216,88 @@ def no_planner(client: Any, run: str) -> Iterator[str]:
             yield str(reason.kind)
 
 
-async def test_wait_for_a_parked_run_ends_when_the_store_restarts(house: Any, server: Any) -> None:
-    run = house.create_run()
-    trainer = house.trainer(
-        await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S), run
+async def test_wait_for_a_parked_run_ends_when_the_store_restarts(
+    cluster: Any, server: Any
+) -> None:
+    run = cluster.create_run()
+    trainer = cluster.trainer(
+        await cluster.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S), run
     )
     await trainer.start()
-    await until_parked(house, run)
+    await until_parked(cluster, run)
 
-    before = num_reads(house)
+    before = num_reads(cluster)
     getting = asyncio.create_task(trainer.get(1, wait_s=40))
-    await until("a Get that waits", lambda: num_reads(house) > before)
+    await until("a Get that waits", lambda: num_reads(cluster) > before)
     await asyncio.to_thread(server.restart)
 
     with pytest.raises(NotReadyError, match="restarted"):
         await getting
 
 
-def num_reads(house: Any) -> int:
+def num_reads(cluster: Any) -> int:
     """How often the frontier of a run was read."""
-    found: Any = house.client.info("commandstats")
+    found: Any = cluster.client.info("commandstats")
     return found["cmdstat_hgetall"]["calls"]
 
 
 async def test_planner_of_a_parked_run_ends_when_the_run_is_lost(
-    house: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     defaults = RunDiscovery.__init__.__kwdefaults__
     assert defaults is not None
     monkeypatch.setitem(defaults, "list_every_s", 0.2)
-    run = house.create_run()
-    await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
-    await until_parked(house, run)
+    run = cluster.create_run()
+    await cluster.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
+    await until_parked(cluster, run)
 
-    house.client.flushall()
+    cluster.client.flushall()
 
     await until("the end of the planner", lambda: f"{run} is gone from the store" in caplog.text)
 
 
-async def test_deadline_that_is_set_in_a_parked_run_fires_on_time(house: Any) -> None:
-    run = house.create_run(lease_s=60.0, group_deadline_s=0.4, reward_deadline_s=100)
-    await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
-    await until_parked(house, run)
+async def test_deadline_that_is_set_in_a_parked_run_fires_on_time(cluster: Any) -> None:
+    run = cluster.create_run(lease_s=60.0, group_deadline_s=0.4, reward_deadline_s=100)
+    await cluster.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
+    await until_parked(cluster, run)
     names = keys.run_keys(run)
 
-    parked_ms = int(house.client.hget(names.clock, "ms") or 0)
-    house.open_group(run, "g0", "g0/0/0")
-    due_ms = house.client.zscore(names.deadlines, "group:g0")
+    parked_ms = int(cluster.client.hget(names.clock, "ms") or 0)
+    cluster.open_group(run, "g0", "g0/0/0")
+    due_ms = cluster.client.zscore(names.deadlines, "group:g0")
 
     assert due_ms == parked_ms + 400
-    await until("the deadline", lambda: has_event(house, run, DeadlineFired))
+    await until("the deadline", lambda: has_event(cluster, run, DeadlineFired))
 
 
-async def test_damaged_stream_of_a_parked_run_does_not_stop_the_others(house: Any) -> None:
+async def test_damaged_stream_of_a_parked_run_does_not_stop_the_others(cluster: Any) -> None:
     # One read watches all runs: an error of one stream would leave all of them unwatched.
-    damaged, run = house.create_run(), house.create_run(batch_groups=1)
-    await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
+    damaged, run = cluster.create_run(), cluster.create_run(batch_groups=1)
+    await cluster.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
     for each in (damaged, run):
-        await until_parked(house, each)
+        await until_parked(cluster, each)
 
-    house.client.delete(keys.run_keys(damaged).wake)
-    house.client.set(keys.run_keys(damaged).wake, "no stream")
-    await until_parked(house, house.create_run())
-    await house.publish(run, group("g0"))
+    cluster.client.delete(keys.run_keys(damaged).wake)
+    cluster.client.set(keys.run_keys(damaged).wake, "no stream")
+    await until_parked(cluster, cluster.create_run())
+    await cluster.publish(run, group("g0"))
 
-    await until("a batch", lambda: read_frontier(house.client, run).planned == 1)
-    house.client.delete(keys.run_keys(damaged).wake)
+    await until("a batch", lambda: read_frontier(cluster.client, run).planned == 1)
+    cluster.client.delete(keys.run_keys(damaged).wake)
 
 
 async def test_run_that_is_parked_after_another_is_watched_at_once(
-    house: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The read that was under way did not know the run that was parked last.
     monkeypatch.setattr(parking, "MAX_BLOCK_S", 25.0)
-    await house.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
-    await until_parked(house, house.create_run())
-    run = house.create_run()
-    epoch = await until_parked(house, run)
+    await cluster.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
+    await until_parked(cluster, cluster.create_run())
+    run = cluster.create_run()
+    epoch = await until_parked(cluster, run)
 
-    pause_run(house.client, run)
+    pause_run(cluster.client, run)
 
     await wait_until_async(
-        lambda: int(leader(house, run)[b"epoch"]) > epoch, timeout_s=12, describe="a leader"
+        lambda: int(leader(cluster, run)[b"epoch"]) > epoch, timeout_s=12, describe="a leader"
     )

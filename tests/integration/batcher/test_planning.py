@@ -25,8 +25,8 @@ from turnstream_server.ledger.queries.ledger import read_ledger
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-async def test_awaited_step_and_the_allowed_steps_ahead_are_planned(house, ahead):
-    run, trainer = await house.started(
+async def test_awaited_step_and_the_allowed_steps_ahead_are_planned(cluster, ahead):
+    run, trainer = await cluster.started(
         *(group(f"g{i}") for i in range(4)), batch_groups=1, max_planned_ahead=ahead
     )
 
@@ -35,10 +35,10 @@ async def test_awaited_step_and_the_allowed_steps_ahead_are_planned(house, ahead
         2 + ahead, words=f"step {2 + ahead}: .*; step 1 is planned and not stepped"
     )
 
-    assert read_frontier(house.client, run).planned == 1 + ahead
+    assert read_frontier(cluster.client, run).planned == 1 + ahead
 
 
-async def test_plan_overtaken_by_a_rollback_names_the_new_lineage(house, caplog):
+async def test_plan_overtaken_by_a_rollback_names_the_new_lineage(cluster, caplog):
     is_held, may_write = asyncio.Event(), asyncio.Event()
 
     async def hold(manifest: Manifest) -> None:
@@ -46,13 +46,13 @@ async def test_plan_overtaken_by_a_rollback_names_the_new_lineage(house, caplog)
             is_held.set()
             await may_write.wait()
 
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(before_write=hold), run)
-    await house.publish(run, group("g0"), group("g1"))
+    run = cluster.create_run(batch_groups=1)
+    trainer = cluster.trainer(await cluster.start_batcher(before_write=hold), run)
+    await cluster.publish(run, group("g0"), group("g1"))
     await trainer.start("a")
     token = await trainer.stepped(await trainer.get(1))
     await trainer.stepped(await trainer.get(2))
-    await house.publish(run, group("g2"))
+    await cluster.publish(run, group("g2"))
     await is_held.wait()
 
     await trainer.start("back", token=str(token))
@@ -64,12 +64,12 @@ async def test_plan_overtaken_by_a_rollback_names_the_new_lineage(house, caplog)
     assert "failed" not in caplog.text
 
 
-async def test_oddities_of_the_batches_are_logged_once(house, caplog):
-    run, trainer = await house.serve(batch_groups=1)
+async def test_oddities_of_the_batches_are_logged_once(cluster, caplog):
+    run, trainer = await cluster.serve(batch_groups=1)
     alone = [group(f"g{i}", trajectory(turn("ab", "CD"))) for i in range(2)]
     await trainer.start()
 
-    await house.publish(run, *alone)
+    await cluster.publish(run, *alone)
     await trainer.get(1)
     await trainer.get(2)
 
@@ -83,22 +83,22 @@ async def test_oddities_of_the_batches_are_logged_once(house, caplog):
     ]
 
 
-async def test_decisions_on_a_released_group_delay_no_other(house, caplog):
+async def test_decisions_on_a_released_group_delay_no_other(cluster, caplog):
     gone = GroupDropped(group_id="gone", state=TrajectoryState.FILTERED, reason="why", keys=())
     late = MemberDropped(
         key=TrajectoryKey("gone", 2), state=TrajectoryState.SURPLUS, reason="too late"
     )
     cut = GroupCut(group_id="there", reason="enough")
-    run = house.create_run()
-    await house.publish(run, group("there"))
-    async with connect_async(house.url) as client:
+    run = cluster.create_run()
+    await cluster.publish(run, group("there"))
+    async with connect_async(cluster.url) as client:
         leadership = await acquire_leadership(client, run, owner="p", lease_s=60)
         decisions = DecisionWriter(Term(client, run, leadership.epoch))
 
         assert await decisions.without_settled([late, gone, cut]) == [late, cut]
         await decisions.carry_out([gone, cut])
 
-    assert house.client.hget(keys.run_keys(run).groups, "there") == b"2:decided"
+    assert cluster.client.hget(keys.run_keys(run).groups, "there") == b"2:decided"
     assert "cannot be settled: group gone is unknown, or finished" in caplog.text
 
 
@@ -123,36 +123,36 @@ async def train(trainer: Any, step: int) -> Any:
     return pulled[0]
 
 
-async def test_groups_that_are_too_old_expire_and_free_capacity(house):
-    run, trainer = await house.serve(batch_groups=1, max_staleness=1, max_age_policy="drop")
+async def test_groups_that_are_too_old_expire_and_free_capacity(cluster):
+    run, trainer = await cluster.serve(batch_groups=1, max_staleness=1, max_age_policy="drop")
     await trainer.start()
     await trainer.announce_version(0, step=0)
     for step in (1, 2):
-        await house.publish(run, of_version(f"g{step}", step - 1))
+        await cluster.publish(run, of_version(f"g{step}", step - 1))
         await train(trainer, step)
 
     # Four groups may be live after step 2, and two of them are trained: these are more.
-    await house.publish(run, *(of_version(f"late{i}", 0) for i in range(6)), of_version("new", 2))
+    await cluster.publish(run, *(of_version(f"late{i}", 0) for i in range(6)), of_version("new", 2))
     fresh = await train(trainer, 3)
 
     assert names(fresh) == ["new"]
-    ledger = read_ledger(house.client, run)
+    ledger = read_ledger(cluster.client, run)
     ledger.check()
     assert ledger.by_state[TrajectoryState.EXPIRED] == 12
-    assert read_frontier(house.client, run).num_live_groups == 3
+    assert read_frontier(cluster.client, run).num_live_groups == 3
 
 
 @pytest.mark.parametrize("is_led_anew", [False, True])
-async def test_tokens_of_undone_weights_age_from_the_rollback_step(house, is_led_anew):
-    run = house.create_run(
+async def test_tokens_of_undone_weights_age_from_the_rollback_step(cluster, is_led_anew):
+    run = cluster.create_run(
         batch_groups=1, max_staleness=2, max_age_policy="drop", retain_checkpoints=5
     )
-    replica = await house.start_batcher()
-    trainer = house.trainer(replica, run)
+    replica = await cluster.start_batcher()
+    trainer = cluster.trainer(replica, run)
     await trainer.start()
     tokens = []
     for step in range(1, 5):
-        await house.publish(run, of_version(f"g{step}", step - 1))
+        await cluster.publish(run, of_version(f"g{step}", step - 1))
         tokens.append(await trainer.stepped(await trainer.get(step)))
         await trainer.committed(tokens[-1])
     await trainer.announce_version(4, step=4)
@@ -162,35 +162,37 @@ async def test_tokens_of_undone_weights_age_from_the_rollback_step(house, is_led
         await trainer.stepped(await trainer.get(step))
     if is_led_anew:
         await replica.stop()
-        trainer = house.trainer(await house.start_batcher(), run)
+        trainer = cluster.trainer(await cluster.start_batcher(), run)
         trainer.session_epoch = 2
-    await house.publish(run, of_version("undone", 4), of_version("new", 5))
+    await cluster.publish(run, of_version("undone", 4), of_version("new", 5))
     (fresh,) = await trainer.get(5)
 
     assert names(fresh) == ["new"]
 
 
 async def test_config_of_the_snapshot_chooses_groups_for_unplanned_steps_only(
-    house,
+    cluster,
 ):
-    run = house.create_run(batch_groups=1, selection="oldest_weights")
+    run = cluster.create_run(batch_groups=1, selection="oldest_weights")
     often = Upkeep(snapshot_steps=1)
-    config = replace(read_revisions(house.client, run).last.config, batch_groups=2)
-    revise_config(house.client, run, config, from_step=2)
-    first = await house.start_batcher(lease_s=0.5, upkeep=often)
-    trainer = house.trainer(first, run)
-    await house.publish(run, group("g0"), group("g1"), group("g2"))
+    config = replace(read_revisions(cluster.client, run).last.config, batch_groups=2)
+    revise_config(cluster.client, run, config, from_step=2)
+    first = await cluster.start_batcher(lease_s=0.5, upkeep=often)
+    trainer = cluster.trainer(first, run)
+    await cluster.publish(run, group("g0"), group("g1"), group("g2"))
     await trainer.start("a")
     await trainer.stepped(await trainer.get(1))
     await trainer.stepped(await trainer.get(2))
     await first.stop()
-    await house.publish(run, group("g3"), group("g4"))
-    late: Any = house.client.xadd(keys.run_keys(run).events, {"r": encode_event(BatchDue(step=2))})
+    await cluster.publish(run, group("g3"), group("g4"))
+    late: Any = cluster.client.xadd(
+        keys.run_keys(run).events, {"r": encode_event(BatchDue(step=2))}
+    )
 
-    await house.start_batcher(upkeep=often)
+    await cluster.start_batcher(upkeep=often)
 
     async def planned():
-        return read_plan(house.client, run, 3)
+        return read_plan(cluster.client, run, 3)
 
     third = await wait_until_async(planned)
     assert third is not None

@@ -130,28 +130,28 @@ Train = Callable[[Stored], Awaitable[tuple[str, Any]]]
 
 
 @pytest.fixture
-async def train(house: Any, caplog: pytest.LogCaptureFixture) -> Train:
+async def train(cluster: Any, caplog: pytest.LogCaptureFixture) -> Train:
     """Trains a new run of one group of three, the middle one damaged, on one batcher.
 
     It returns the state of the damaged trajectory, and the rows of the batch.
     """
     caplog.set_level(logging.WARNING)
-    replica = await house.start_batcher()
+    replica = await cluster.start_batcher()
 
     async def train_one(damage: Stored) -> tuple[str, Any]:
-        run = house.create_run(batch_groups=1, max_planned_ahead=0)
-        trainer = house.trainer(replica, run)
+        run = cluster.create_run(batch_groups=1, max_planned_ahead=0)
+        trainer = cluster.trainer(replica, run)
         await trainer.start()
         # The healthy ones last: with them the group is decided.
         for sample in (DAMAGED, 0, 2):
             each = damage if sample == DAMAGED else stored(sample)
-            house.open_group(run, "g", f"g/{sample}/0", num_samples=3)
-            house.seal(run, f"g/{sample}/0", *each.turns, seal=each.seal)
+            cluster.open_group(run, "g", f"g/{sample}/0", num_samples=3)
+            cluster.seal(run, f"g/{sample}/0", *each.turns, seal=each.seal)
         (pulled,) = await trainer.get(1, wait_s=10)
-        entry: Any = house.client.hget(keys.run_keys(run).ledger, f"g/{DAMAGED}/0")
+        entry: Any = cluster.client.hget(keys.run_keys(run).ledger, f"g/{DAMAGED}/0")
         failures = [each for each in caplog.records if "failed" in each.getMessage()]
         assert not [(each.getMessage(), each.exc_info) for each in failures]
-        assert house.states(run)[TrajectoryState.PLANNED] >= 2
+        assert cluster.states(run)[TrajectoryState.PLANNED] >= 2
         return entry.decode(), pulled.mini_batch.rows
 
     return train_one

@@ -15,7 +15,7 @@ from turnstream.records.framing import EVENT, write_frame
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.types import ConfigRevised, GroupOpened
-from turnstream_server.jobs.dead_letters import list_dead_letters, print_dead_letters
+from turnstream_server.console.dead_letters import list_dead_letters, print_dead_letters
 from turnstream_server.ledger.admin.dead_letters import read_dead_letters
 
 SEAL = encode_event(sealed("elsewhere"))
@@ -38,67 +38,67 @@ UNREADABLE: dict[str, Mapping[str, bytes]] = {
 }
 
 
-def add_event(house: Any, run: str, fields: Mapping[Any, Any], *, event_id: str = "*") -> str:
+def add_event(cluster: Any, run: str, fields: Mapping[Any, Any], *, event_id: str = "*") -> str:
     """Write an event past every check; its id."""
-    added: Any = house.client.xadd(keys.run_keys(run).events, dict(fields), id=event_id)
+    added: Any = cluster.client.xadd(keys.run_keys(run).events, dict(fields), id=event_id)
     return added.decode()
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
-async def test_unreadable_event_is_set_aside_and_the_run_continues(house: Any, kind: str) -> None:
-    run = house.create_run(batch_groups=1)
-    await house.publish(run, group("g0"))
-    event_id = add_event(house, run, UNREADABLE[kind])
-    await house.publish(run, group("g1"))
+async def test_unreadable_event_is_set_aside_and_the_run_continues(cluster: Any, kind: str) -> None:
+    run = cluster.create_run(batch_groups=1)
+    await cluster.publish(run, group("g0"))
+    event_id = add_event(cluster, run, UNREADABLE[kind])
+    await cluster.publish(run, group("g1"))
 
-    trainer = await house.start_trainer(run)
+    trainer = await cluster.start_trainer(run)
     (first,) = await trainer.get(1, wait_s=15)
     await trainer.stepped([first])
     (second,) = await trainer.get(2, wait_s=15)
 
     names = {*first.mini_batch.rows.trajectory_id, *second.mini_batch.rows.trajectory_id}
     assert {name.partition("/")[0] for name in names} == {"g0", "g1"}
-    assert [each.name for each in house.dead_letters(run).events] == [event_id]
-    assert event_id in house.why(run)
+    assert [each.name for each in cluster.dead_letters(run).events] == [event_id]
+    assert event_id in cluster.why(run)
 
 
-async def test_event_of_a_distant_time_does_not_stop_the_run(house: Any) -> None:
+async def test_event_of_a_distant_time_does_not_stop_the_run(cluster: Any) -> None:
     # One damaged byte of an event's time makes it centuries late, and all after it.
-    run = house.create_run(batch_groups=1)
-    await house.publish(run, group("g0"))
+    run = cluster.create_run(batch_groups=1)
+    await cluster.publish(run, group("g0"))
     event_id = f"{2**63}-0"
-    add_event(house, run, {"s": SEAL}, event_id=event_id)
-    await house.publish(run, group("g1"))
+    add_event(cluster, run, {"s": SEAL}, event_id=event_id)
+    await cluster.publish(run, group("g1"))
 
-    trainer = await house.start_trainer(run)
+    trainer = await cluster.start_trainer(run)
     await trainer.stepped(await trainer.get(1, wait_s=15))
     (pulled,) = await trainer.get(2, wait_s=15)
 
     assert {name.partition("/")[0] for name in pulled.mini_batch.rows.trajectory_id} == {"g1"}
-    assert [each.name for each in house.dead_letters(run).events] == [event_id]
+    assert [each.name for each in cluster.dead_letters(run).events] == [event_id]
     shown = io.StringIO()
-    print_dead_letters(list_dead_letters(house.url, run), Console(file=shown, width=200))
+    print_dead_letters(list_dead_letters(cluster.url, run), Console(file=shown, width=200))
     assert f"{2**63} ms" in shown.getvalue()
 
 
 @pytest.mark.parametrize("posted", [{}, {"t": b"elsewhere/0/0"}])
 async def test_newer_record_stops_the_run_and_sets_nothing_aside(
-    house: Any, posted: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch
+    cluster: Any, posted: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = house.create_run(batch_groups=1)
-    await house.publish(run, group("g0"))
+    run = cluster.create_run(batch_groups=1)
+    await cluster.publish(run, group("g0"))
     with monkeypatch.context() as patched:
         patched.setattr("turnstream.records.framing.MAJOR_VERSION", 1)
         newer = write_frame(EVENT, SEAL[8:-4].rstrip(b"\0"))
-    event_id = add_event(house, run, {"r": newer, **posted})
-    await house.start_batcher()
+    event_id = add_event(cluster, run, {"r": newer, **posted})
+    await cluster.start_batcher()
 
     await wait_until_async(
-        lambda: "newer release" in house.why(run), describe="why names the newer release"
+        lambda: "newer release" in cluster.why(run), describe="why names the newer release"
     )
 
-    assert event_id in house.why(run)
-    found = house.dead_letters(run)
+    assert event_id in cluster.why(run)
+    found = cluster.dead_letters(run)
     assert found.trajectories == found.events == ()
 
 
@@ -135,21 +135,21 @@ async def longest_turn_cpu_s(until: asyncio.Event) -> float:
     return longest_s
 
 
-async def test_junk_in_one_run_does_not_delay_another(house: Any, caplog: Any) -> None:
-    healthy, hostile = (house.create_run(batch_groups=1) for _ in range(2))
-    trainer = house.trainer(await house.start_batcher(), healthy)
+async def test_junk_in_one_run_does_not_delay_another(cluster: Any, caplog: Any) -> None:
+    healthy, hostile = (cluster.create_run(batch_groups=1) for _ in range(2))
+    trainer = cluster.trainer(await cluster.start_batcher(), healthy)
     await trainer.start()
-    await asyncio.to_thread(write_junk, house.url, hostile)
+    await asyncio.to_thread(write_junk, cluster.url, hostile)
     is_done = asyncio.Event()
     watching = asyncio.create_task(longest_turn_cpu_s(is_done))
 
     step = 0
-    while await asyncio.to_thread(num_rejected, house.url, hostile) < NUM_SMALL + 2 * NUM_LARGE:
+    while await asyncio.to_thread(num_rejected, cluster.url, hostile) < NUM_SMALL + 2 * NUM_LARGE:
         step += 1
-        await house.publish(healthy, group(f"g{step}"))
+        await cluster.publish(healthy, group(f"g{step}"))
         await trainer.stepped(await trainer.get(step))
     is_done.set()
 
     assert await watching < LONGEST_TURN_CPU_S
-    assert len(read_dead_letters(house.client, hostile).events) == 1_000
+    assert len(read_dead_letters(cluster.client, hostile).events) == 1_000
     assert len([each for each in caplog.records if "events are rejected" in each.message]) < 100

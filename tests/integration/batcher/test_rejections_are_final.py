@@ -82,9 +82,9 @@ def entries(seed: int = 7) -> list[dict[bytes, bytes]]:
     return found
 
 
-def write_events(house: Any, run: str, found: list[Any]) -> list[str]:
+def write_events(cluster: Any, run: str, found: list[Any]) -> list[str]:
     """Write entries past every check; their ids."""
-    pipeline = house.client.pipeline(transaction=False)
+    pipeline = cluster.client.pipeline(transaction=False)
     for fields in found:
         words = [word for pair in fields.items() for word in pair]
         pipeline.execute_command("XADD", keys.run_keys(run).events, "*", *words)
@@ -92,9 +92,9 @@ def write_events(house: Any, run: str, found: list[Any]) -> list[str]:
     return [event_id.decode() for event_id in ids]
 
 
-def chain_of(house: Any, run: str, steps: int) -> list[tuple[str, Manifest]]:
+def chain_of(cluster: Any, run: str, steps: int) -> list[tuple[str, Manifest]]:
     """The plans of a run with their hashes."""
-    plans = [read_plan(house.client, run, step) for step in range(1, steps + 1)]
+    plans = [read_plan(cluster.client, run, step) for step in range(1, steps + 1)]
     return [(each.hash, each.manifest) for each in plans if each is not None]
 
 
@@ -103,66 +103,66 @@ def contents(plans: list[tuple[str, Manifest]]) -> list[Manifest]:
     return [replace(each, last_event_id="", previous_hash="") for _, each in plans]
 
 
-def rejected(house: Any, run: str) -> set[str]:
-    found: Any = house.client.zrange(keys.run_keys(run).rejected, 0, -1)
+def rejected(cluster: Any, run: str) -> set[str]:
+    found: Any = cluster.client.zrange(keys.run_keys(run).rejected, 0, -1)
     return {event_id.decode() for event_id in found}
 
 
-def trouble(house: Any, run: str) -> bytes | None:
-    found: Any = house.client.hget(keys.run_keys(run).leader, "planning_trouble")
+def trouble(cluster: Any, run: str) -> bytes | None:
+    found: Any = cluster.client.hget(keys.run_keys(run).leader, "planning_trouble")
     return found
 
 
-def saved(house: Any) -> dict[Any, Any]:
+def saved(cluster: Any) -> dict[Any, Any]:
     """All that the store holds."""
-    names: Any = house.client.keys("*")
-    return {name: house.client.dump(name) for name in names}
+    names: Any = cluster.client.keys("*")
+    return {name: cluster.client.dump(name) for name in names}
 
 
-def restore(house: Any, store: dict[Any, Any]) -> None:
-    house.client.flushall()
+def restore(cluster: Any, store: dict[Any, Any]) -> None:
+    cluster.client.flushall()
     for name, value in store.items():
-        house.client.restore(name, 0, value)
+        cluster.client.restore(name, 0, value)
 
 
-async def damaged_run(house: Any, of_3: Any) -> str:
+async def damaged_run(cluster: Any, of_3: Any) -> str:
     """A run of three groups with damaged events around, and in, them."""
-    run = house.create_run(batch_groups=1, max_planned_ahead=2)
+    run = cluster.create_run(batch_groups=1, max_planned_ahead=2)
     events = keys.run_keys(run).events
     for number in range(3):
-        write_events(house, run, entries(number)[:40])
-        await house.publish(run, of_3(f"g{number}"))
-    (entry,) = cast("list[Any]", house.client.xrevrange(events, count=1))  # the last seal of g2
-    house.client.xdel(events, entry[0])
-    house.client.xadd(events, {"r": entry[1][b"r"][:-1], "t": entry[1][b"t"]})
+        write_events(cluster, run, entries(number)[:40])
+        await cluster.publish(run, of_3(f"g{number}"))
+    (entry,) = cast("list[Any]", cluster.client.xrevrange(events, count=1))  # the last seal of g2
+    cluster.client.xdel(events, entry[0])
+    cluster.client.xadd(events, {"r": entry[1][b"r"][:-1], "t": entry[1][b"t"]})
     return run
 
 
-async def test_sweep_of_damaged_events_never_stops_the_planner(house: Any) -> None:
-    run = house.create_run(batch_groups=1, max_planned_ahead=3)
+async def test_sweep_of_damaged_events_never_stops_the_planner(cluster: Any) -> None:
+    run = cluster.create_run(batch_groups=1, max_planned_ahead=3)
     found = entries()
-    ids = write_events(house, run, found[::2])
-    await house.publish(run, group("g0"))
-    first = await house.start_batcher(upkeep=SNAPSHOTS)
-    await house.planned(run, 1)
+    ids = write_events(cluster, run, found[::2])
+    await cluster.publish(run, group("g0"))
+    first = await cluster.start_batcher(upkeep=SNAPSHOTS)
+    await cluster.planned(run, 1)
     await first.stop()
 
     first_half = set(ids)
-    ids += write_events(house, run, found[1::2])
-    await house.publish(run, group("g1"))
-    await house.start_batcher(upkeep=SNAPSHOTS)
-    await house.planned(run, 2)
+    ids += write_events(cluster, run, found[1::2])
+    await cluster.publish(run, group("g1"))
+    await cluster.start_batcher(upkeep=SNAPSHOTS)
+    await cluster.planned(run, 2)
 
     await wait_until_async(
-        lambda: not rejected(house, run) & first_half,
+        lambda: not rejected(cluster, run) & first_half,
         describe="decisions below the snapshots removed",
     )
 
     assert len(ids) > 1_000
-    assert not trouble(house, run)
-    names = [[each.group_id for each in plan.groups] for _, plan in chain_of(house, run, 2)]
+    assert not trouble(cluster, run)
+    names = [[each.group_id for each in plan.groups] for _, plan in chain_of(cluster, run, 2)]
     assert names == [["g0"], ["g1"]]
-    letters = house.dead_letters(run)
+    letters = cluster.dead_letters(run)
     assert letters.events[-1].name == max(ids, key=lambda each: [*map(int, each.split("-"))])
     assert len(letters.events) == 1_000
 
@@ -172,36 +172,36 @@ async def test_sweep_of_damaged_events_never_stops_the_planner(house: Any) -> No
     ["reject.before", "reject.after", "reject.after@2", "plan.before_write", "plan.after_write"],
 )
 async def test_killed_leader_is_followed_by_one_with_the_same_plans(
-    house: Any, start_batcher_process: Any, of_3: Any, failpoint: str
+    cluster: Any, start_batcher_process: Any, of_3: Any, failpoint: str
 ) -> None:
-    run = await damaged_run(house, of_3)
-    before = saved(house)
-    undisturbed = await house.start_batcher()
-    await house.planned(run, 3)
+    run = await damaged_run(cluster, of_3)
+    before = saved(cluster)
+    undisturbed = await cluster.start_batcher()
+    await cluster.planned(run, 3)
     await undisturbed.stop()
-    expected, decided = chain_of(house, run, 3), rejected(house, run)
+    expected, decided = chain_of(cluster, run, 3), rejected(cluster, run)
 
-    restore(house, before)
+    restore(cluster, before)
     if failpoint == "reject.after@2":  # the second leader folds from a snapshot
-        await house.start_batcher(upkeep=SNAPSHOTS)
+        await cluster.start_batcher(upkeep=SNAPSHOTS)
     else:
         process = start_batcher_process(failpoint)
         assert await asyncio.to_thread(process.wait, 60) == -signal.SIGKILL
-        partial = chain_of(house, run, 3)
-        await house.start_batcher()
-        assert chain_of(house, run, 3)[: len(partial)] == partial
-    await house.planned(run, 3)
+        partial = chain_of(cluster, run, 3)
+        await cluster.start_batcher()
+        assert chain_of(cluster, run, 3)[: len(partial)] == partial
+    await cluster.planned(run, 3)
 
-    assert contents(chain_of(house, run, 3)) == contents(expected)
-    assert rejected(house, run) == decided
-    assert not trouble(house, run)
+    assert contents(chain_of(cluster, run, 3)) == contents(expected)
+    assert rejected(cluster, run) == decided
+    assert not trouble(cluster, run)
 
 
 async def test_successor_of_another_release_skips_what_was_rejected(
-    house: Any, of_3: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, of_3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = house.create_run(batch_groups=2, max_planned_ahead=0)
-    await house.publish(run, of_3("bad"), of_3("g1"))
+    run = cluster.create_run(batch_groups=2, max_planned_ahead=0)
+    await cluster.publish(run, of_3("bad"), of_3("g1"))
     seal = RunFold._seal  # pyright: ignore[reportPrivateUsage]
     hashes: list[Any] = []
 
@@ -220,27 +220,27 @@ async def test_successor_of_another_release_skips_what_was_rejected(
 
     with monkeypatch.context() as patched:
         patched.setattr(RunFold, "_seal", fails)
-        first = await house.start_batcher(before_write=hold)
+        first = await cluster.start_batcher(before_write=hold)
         await wait_until_async(is_drafted, describe="a plan drafted")
         await first.stop()
-    await house.start_batcher()
-    await house.planned(run, 1)
+    await cluster.start_batcher()
+    await cluster.planned(run, 1)
 
-    ((_, manifest),) = chain_of(house, run, 1)
+    ((_, manifest),) = chain_of(cluster, run, 1)
     assert manifest == hashes[0]
     members = {each.key for found in manifest.groups for each in found.trajectories}
     assert TrajectoryKey("bad", 0) in members
     assert TrajectoryKey("bad", 1) not in members
-    (dead,) = house.dead_letters(run).trajectories
+    (dead,) = cluster.dead_letters(run).trajectories
     assert dead.name == "bad/1/0"
     assert "a defect of this release" in dead.reason
 
 
 async def test_trajectory_that_cannot_be_planned_is_set_aside(
-    house: Any, of_3: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, of_3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = house.create_run(batch_groups=2)
-    await house.publish(run, of_3("bad"), of_3("g1"))
+    run = cluster.create_run(batch_groups=2)
+    await cluster.publish(run, of_3("bad"), of_3("g1"))
     plan_batch = chain.plan_batch
 
     def fails(ready: Any, **words: Any) -> Manifest:
@@ -249,55 +249,57 @@ async def test_trajectory_that_cannot_be_planned_is_set_aside(
         return plan_batch(ready, **words)
 
     monkeypatch.setattr(chain, "plan_batch", fails)
-    await house.start_batcher()
-    await house.planned(run, 1)
+    await cluster.start_batcher()
+    await cluster.planned(run, 1)
 
-    ((_, manifest),) = chain_of(house, run, 1)
+    ((_, manifest),) = chain_of(cluster, run, 1)
     assert [len(each.trajectories) for each in manifest.groups] == [2, 3]
-    (dead,) = house.dead_letters(run).trajectories
+    (dead,) = cluster.dead_letters(run).trajectories
     assert dead.name == "bad/1/0"
     assert "Value out of range" in dead.reason
 
 
-async def test_lack_of_memory_rejects_nothing(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = house.create_run(batch_groups=1)
-    await house.publish(run, group("g0"))
+async def test_lack_of_memory_rejects_nothing(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = cluster.create_run(batch_groups=1)
+    await cluster.publish(run, group("g0"))
 
     def fails(*_: Any) -> Any:
         raise MemoryError("not enough")
 
     with monkeypatch.context() as patched:
         patched.setattr(RunFold, "_seal", fails)
-        first = await house.start_batcher()
+        first = await cluster.start_batcher()
 
         await wait_until_async(
-            lambda: trouble(house, run) == b"not enough", describe="why the run is not planned"
+            lambda: trouble(cluster, run) == b"not enough", describe="why the run is not planned"
         )
         await first.stop()
-    await house.start_batcher()
-    await house.planned(run, 1)
+    await cluster.start_batcher()
+    await cluster.planned(run, 1)
 
-    assert rejected(house, run) == set()
-    letters = house.dead_letters(run)
+    assert rejected(cluster, run) == set()
+    letters = cluster.dead_letters(run)
     assert letters.trajectories == letters.events == ()
 
 
-async def test_closed_run_ends_although_a_planned_seal_is_rejected_later(house: Any) -> None:
+async def test_closed_run_ends_although_a_planned_seal_is_rejected_later(cluster: Any) -> None:
     # The successor kept the group open, so that the run never ended.
-    run = house.create_run(batch_groups=1)
-    await house.publish(run, group("g0"))
-    first = await house.start_batcher(lease_s=0.5)
-    trainer = house.trainer(first, run)
+    run = cluster.create_run(batch_groups=1)
+    await cluster.publish(run, group("g0"))
+    first = await cluster.start_batcher(lease_s=0.5)
+    trainer = cluster.trainer(first, run)
     await trainer.start()
     pulled = await trainer.get(1, wait_s=15)
     await first.stop()
     events = keys.run_keys(run).events
-    house.change_records(events, lambda records: [*records[:-1], records[-1][:-1]])
+    cluster.change_records(events, lambda records: [*records[:-1], records[-1][:-1]])
 
-    await trainer.move_to((await house.start_batcher()).address)
+    await trainer.move_to((await cluster.start_batcher()).address)
     await trainer.stepped(pulled)
-    close_run(house.client, run)
+    close_run(cluster.client, run)
 
     with pytest.raises(EndOfRunError):
         await trainer.get(2, wait_s=15)
-    assert len(house.dead_letters(run).events) == 1
+    assert len(cluster.dead_letters(run).events) == 1

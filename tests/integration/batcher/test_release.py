@@ -14,8 +14,8 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
 from turnstream_server.batcher.planner import releaser, snapshotting
 from turnstream_server.batcher.planner.snapshotting import Upkeep
-from turnstream_server.jobs.batches import read_batch, write_batch
-from turnstream_server.jobs.ledger import read_run_ledger, read_trajectory
+from turnstream_server.console.batches import read_batch, write_batch
+from turnstream_server.console.ledger import read_run_ledger, read_trajectory
 from turnstream_server.ledger.queries.ledger import read_budget
 from turnstream_server.ledger.release.release import read_release_state
 
@@ -28,45 +28,45 @@ ACTS = (
 )
 
 
-def payload_ids(house, run: str) -> set[str]:
+def payload_ids(cluster, run: str) -> set[str]:
     """Trajectories whose turns are in the store."""
     start = keys.trajectory_keys(run, "x").turns.partition("/x}")[0]
-    found: Any = house.client.keys(start.replace("*", "?") + "/*:turns")
+    found: Any = cluster.client.keys(start.replace("*", "?") + "/*:turns")
     return {name.decode().partition("/")[2].partition("}")[0] for name in found}
 
 
-def held_ids(house, run: str) -> set[str]:
+def held_ids(cluster, run: str) -> set[str]:
     """Trajectories for which the run holds bytes, as many as its sums say."""
-    entries: Any = house.client.hgetall(keys.run_keys(run).held)
-    sums = read_budget(house.client, run)
+    entries: Any = cluster.client.hgetall(keys.run_keys(run).payload_bytes)
+    sums = read_budget(cluster.client, run)
     reserved = sum(int(value[1:]) for value in entries.values() if value.startswith(b"r"))
     stored = sum(int(value) for value in entries.values() if not value.startswith(b"r"))
     assert (sums.reserved, sums.stored + sums.planned) == (reserved, stored)
     return {name.decode() for name in entries}
 
 
-async def settled(house, run: str, *, folded: int = 0, filtered: int = 0) -> None:
+async def settled(cluster, run: str, *, folded: int = 0, filtered: int = 0) -> None:
     """Wait until so many steps and so many filtered trajectories are compact."""
     names = keys.run_keys(run)
 
     def is_settled() -> bool:
-        house.ledger(run)
-        num_steps = int(house.client.hget(names.frontier, "folded") or 0)
-        num_filtered = sum(map(int, house.client.hvals(names.reasons)))
+        cluster.ledger(run)
+        num_steps = int(cluster.client.hget(names.frontier, "folded") or 0)
+        num_filtered = sum(map(int, cluster.client.hvals(names.reasons)))
         return (num_steps, num_filtered) == (folded, filtered)
 
     await wait_until_async(is_settled, 100.0, describe=f"{folded} batches, {filtered} ends")
 
 
-async def test_a_released_step_is_refused_with_its_number_and_the_oldest_kept(house):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(upkeep=SMALL), run)
-    await house.publish(run, *(group(f"g{i}") for i in range(1, 5)))
+async def test_a_released_step_is_refused_with_its_number_and_the_oldest_kept(cluster):
+    run = cluster.create_run(batch_groups=1)
+    trainer = cluster.trainer(await cluster.start_batcher(upkeep=SMALL), run)
+    await cluster.publish(run, *(group(f"g{i}") for i in range(1, 5)))
     await trainer.start()
     tokens = await trainer.train(*range(1, 5))
-    await settled(house, run, folded=3)
+    await settled(cluster, run, folded=3)
 
-    other = house.trainer(await house.start_batcher(), run)  # it has never seen that plan
+    other = cluster.trainer(await cluster.start_batcher(), run)  # it has never seen that plan
     other.session_epoch = trainer.session_epoch
     with pytest.raises(ReleasedError, match=r"step 2 is no longer retained: the oldest .* is 4"):
         await other.get(2)
@@ -78,61 +78,63 @@ async def test_a_released_step_is_refused_with_its_number_and_the_oldest_kept(ho
     assert again.mini_batch.rows.group_id == ["g4", "g4"]
 
 
-async def test_leader_with_a_snapshot_continues_the_same_chain(house):
-    run = house.create_run(batch_groups=1)
-    first = await house.start_batcher(upkeep=SMALL)
-    trainer = house.trainer(first, run)
+async def test_leader_with_a_snapshot_continues_the_same_chain(cluster):
+    run = cluster.create_run(batch_groups=1)
+    first = await cluster.start_batcher(upkeep=SMALL)
+    trainer = cluster.trainer(first, run)
     many = [group(f"g{i}") for i in range(1, 60)]
-    await house.publish(run, *many)
+    await cluster.publish(run, *many)
     await trainer.start()
     await trainer.train(*range(1, 58))
-    await settled(house, run, folded=56)
+    await settled(cluster, run, folded=56)
     for name in ("next", "last"):  # a snapshot for which the folded groups are forgotten
-        await house.publish(run, group(name))
-        await _whole_snapshot(house, run)
+        await cluster.publish(run, group(name))
+        await _whole_snapshot(cluster, run)
     await first.stop()
     names = keys.run_keys(run)
-    assert house.client.xlen(names.events) < 3 * len(many) - 50
-    hash_before = _hash(house, run, 59)
+    assert cluster.client.xlen(names.events) < 3 * len(many) - 50
+    hash_before = _hash(cluster, run, 59)
 
-    second = await house.start_batcher(upkeep=SMALL)
-    trainer = house.trainer(second, run)
-    await trainer.start("later", token=f"v1:main:57:{_hash(house, run, 57)}")
+    second = await cluster.start_batcher(upkeep=SMALL)
+    trainer = cluster.trainer(second, run)
+    await trainer.start("later", token=f"v1:main:57:{_hash(cluster, run, 57)}")
     await trainer.train(*range(58, 60), commits=False)
     (pulled,) = await trainer.get(60)
 
     assert pulled.mini_batch.rows.group_id == ["next", "next"]
     assert pulled.mini_batch.rows.row_id.tolist() == [118, 119]
-    assert _previous_hash(house, run, 60) == hash_before
+    assert _previous_hash(cluster, run, 60) == hash_before
     await trainer.train(*range(60, 62), commits=False)
     await trainer.refused(62, words="0 of 1 groups ready, and no generator")
 
 
-async def test_snapshot_above_its_limit_is_not_stored(house, monkeypatch, caplog):
+async def test_snapshot_above_its_limit_is_not_stored(cluster, monkeypatch, caplog):
     monkeypatch.setattr(snapshotting, "MAX_SNAPSHOT_BYTES", 1)
-    run = house.create_run(batch_groups=1)
-    await house.start_batcher(upkeep=SMALL)
+    run = cluster.create_run(batch_groups=1)
+    await cluster.start_batcher(upkeep=SMALL)
 
-    await house.publish(run, group("g"))
+    await cluster.publish(run, group("g"))
     await wait_until_async(lambda: "is not stored" in caplog.text, describe="the warning")
 
-    assert house.client.hgetall(keys.run_keys(run).snapshot) == {}
-    assert house.client.xlen(keys.run_keys(run).events) > 0
+    assert cluster.client.hgetall(keys.run_keys(run).snapshot) == {}
+    assert cluster.client.xlen(keys.run_keys(run).events) > 0
 
 
-async def test_compact_records_still_answer_queries(house, tmp_path):
-    run = house.create_run(batch_groups=1, group_filters=ZERO_VARIANCE)
-    trainer = house.trainer(await house.start_batcher(upkeep=SMALL), run)
-    await house.publish(run, group("equal", *EQUAL), *(group(f"g{i}") for i in range(1, 4)))
+async def test_compact_records_still_answer_queries(cluster, tmp_path):
+    run = cluster.create_run(batch_groups=1, group_filters=ZERO_VARIANCE)
+    trainer = cluster.trainer(await cluster.start_batcher(upkeep=SMALL), run)
+    await cluster.publish(run, group("equal", *EQUAL), *(group(f"g{i}") for i in range(1, 4)))
     await trainer.start()
     (first,) = await trainer.get(1)
     await trainer.train(*range(1, 4))
-    await settled(house, run, folded=2, filtered=2)
+    await settled(cluster, run, folded=2, filtered=2)
 
     def ask():
-        batch = read_batch(house.url, run, 1)
-        ledger = read_run_ledger(house.url, run)
-        trained, equal = [read_trajectory(house.url, run, each) for each in ("g1/1/0", "equal/0/0")]
+        batch = read_batch(cluster.url, run, 1)
+        ledger = read_run_ledger(cluster.url, run)
+        trained, equal = [
+            read_trajectory(cluster.url, run, each) for each in ("g1/1/0", "equal/0/0")
+        ]
         return batch, ledger, trained, equal
 
     batch, ledger, trained, equal = await asyncio.to_thread(ask)
@@ -146,17 +148,17 @@ async def test_compact_records_still_answer_queries(house, tmp_path):
     assert ledger["states"]["filtered"]["reasons"] == {reason: 2}
     with pytest.raises(ReleasedError, match=r"step 1 is no longer retained: the oldest .* is 3"):
         await asyncio.to_thread(
-            lambda: write_batch(house.url, run, 1, tmp_path / "x", dp_rank=0, dp_world_size=1)
+            lambda: write_batch(cluster.url, run, 1, tmp_path / "x", dp_rank=0, dp_world_size=1)
         )
 
 
 @pytest.mark.parametrize("act", ACTS)
-async def test_release_resumes_wherever_a_leader_was_killed(house, start_batcher_process, act):
-    run = house.create_run(batch_groups=1, group_filters=ZERO_VARIANCE)
-    first = await house.start_batcher(lease_s=0.6)
-    trainer = house.trainer(first, run)
+async def test_release_resumes_wherever_a_leader_was_killed(cluster, start_batcher_process, act):
+    run = cluster.create_run(batch_groups=1, group_filters=ZERO_VARIANCE)
+    first = await cluster.start_batcher(lease_s=0.6)
+    trainer = cluster.trainer(first, run)
     for i in range(1, 7):
-        await house.publish(run, group(f"g{i}"), group(f"equal{i}", *EQUAL))
+        await cluster.publish(run, group(f"g{i}"), group(f"equal{i}", *EQUAL))
     await trainer.start()
     tokens = await trainer.train(*range(1, 5), commits=False)
     await first.stop()
@@ -164,27 +166,27 @@ async def test_release_resumes_wherever_a_leader_was_killed(house, start_batcher
     options = {"snapshot_events": 1, "snapshot_steps": 1, "compact_ended": 2}
     doomed = start_batcher_process(f"{act}.before", upkeep=options)
     address = await asyncio.to_thread(doomed.stdout.readline)
-    committing = asyncio.create_task(_commit_all(house.trainer(address.strip(), run)))
+    committing = asyncio.create_task(_commit_all(cluster.trainer(address.strip(), run)))
     status = await asyncio.to_thread(doomed.wait, 60)
     await asyncio.gather(committing, return_exceptions=True)
-    house.ledger(run)
-    frontier = house.frontier(run)
+    cluster.ledger(run)
+    frontier = cluster.frontier(run)
     retained = {f"g{i}/{sample}/0" for i in range(frontier.released + 1, 5) for sample in (0, 1)}
-    lost = retained - payload_ids(house, run)
-    not_counted = payload_ids(house, run) - held_ids(house, run)
-    trainer = house.trainer(await house.start_batcher(lease_s=0.6, upkeep=SMALL), run)
+    lost = retained - payload_ids(cluster, run)
+    not_counted = payload_ids(cluster, run) - held_ids(cluster, run)
+    trainer = cluster.trainer(await cluster.start_batcher(lease_s=0.6, upkeep=SMALL), run)
     await trainer.start(
         "s3", token=str(tokens[frontier.committed - 1]) if frontier.committed else ""
     )
     rest = range(frontier.committed + 1, 7)
     await trainer.train(*rest)
-    await settled(house, run, folded=5, filtered=12)
+    await settled(cluster, run, folded=5, filtered=12)
 
     assert status == -signal.SIGKILL
     assert not_counted == set()
-    assert held_ids(house, run) == payload_ids(house, run)
+    assert held_ids(cluster, run) == payload_ids(cluster, run)
     assert lost == set()
-    assert payload_ids(house, run) == {"g6/0/0", "g6/1/0"}
+    assert payload_ids(cluster, run) == {"g6/0/0", "g6/1/0"}
 
 
 async def _commit_all(trainer) -> None:
@@ -192,46 +194,46 @@ async def _commit_all(trainer) -> None:
     await trainer.train(*range(1, 5))
 
 
-async def _whole_snapshot(house, run: str) -> None:
+async def _whole_snapshot(cluster, run: str) -> None:
     """Wait for a snapshot that includes every event."""
     names = keys.run_keys(run)
 
     async def is_whole() -> bool:
-        events: Any = house.client.xrevrange(names.events, count=1)
-        return house.client.hget(names.snapshot, "position") == events[0][0]
+        events: Any = cluster.client.xrevrange(names.events, count=1)
+        return cluster.client.hget(names.snapshot, "position") == events[0][0]
 
     await wait_until_async(is_whole, describe="a snapshot of everything")
 
 
-def _hash(house, run: str, step: int) -> str:
-    entry: Any = house.client.hget(keys.run_keys(run).batches, str(step))
+def _hash(cluster, run: str, step: int) -> str:
+    entry: Any = cluster.client.hget(keys.run_keys(run).batches, str(step))
     return entry.partition(b":")[2].decode()
 
 
-def _previous_hash(house, run: str, step: int) -> str:
-    return read_batch(house.url, run, step)["previous_hash"]
+def _previous_hash(cluster, run: str, step: int) -> str:
+    return read_batch(cluster.url, run, step)["previous_hash"]
 
 
-async def test_a_released_step_whose_plan_is_still_there_is_refused_too(house):
-    run, trainer = await house.started(group("g1"), batch_groups=1, retain_checkpoints=1)
+async def test_a_released_step_whose_plan_is_still_there_is_refused_too(cluster):
+    run, trainer = await cluster.started(group("g1"), batch_groups=1, retain_checkpoints=1)
     await trainer.train(1)
 
     await wait_until_async(
-        lambda: not payload_ids(house, run), describe="the release of the payload"
+        lambda: not payload_ids(cluster, run), describe="the release of the payload"
     )
     with pytest.raises(ReleasedError, match="step 1 is no longer retained"):
         await trainer.get(1)
 
 
-async def test_stale_planner_releases_no_step_that_another_has_folded(house):
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(upkeep=SMALL), run)
-    await house.publish(run, *(group(f"g{i}") for i in range(1, 5)))
+async def test_stale_planner_releases_no_step_that_another_has_folded(cluster):
+    run = cluster.create_run(batch_groups=1)
+    trainer = cluster.trainer(await cluster.start_batcher(upkeep=SMALL), run)
+    await cluster.publish(run, *(group(f"g{i}") for i in range(1, 5)))
     await trainer.start()
     await trainer.train(*range(1, 5))
-    await settled(house, run, folded=3)
+    await settled(cluster, run, folded=3)
 
-    async with connect_async(house.url) as client:
+    async with connect_async(cluster.url) as client:
         before = replace(await read_release_state(client, run), folded=0)
         term: Any = SimpleNamespace(client=client, run=run)
         view: Any = None  # not used before the check
@@ -243,7 +245,7 @@ async def test_stale_planner_releases_no_step_that_another_has_folded(house):
 WORK_S = 1.5
 
 
-async def test_rounds_follow_at_once_while_released_steps_are_left(house, monkeypatch):
+async def test_rounds_follow_at_once_while_released_steps_are_left(cluster, monkeypatch):
     monkeypatch.setattr(releaser, "SHORTEST_PAUSE_S", 1_000.0)
     monkeypatch.setattr(releaser, "ROUND_SLICE", 1)
     are_committed, run_round = asyncio.Event(), releaser.Releaser.run_round
@@ -253,20 +255,20 @@ async def test_rounds_follow_at_once_while_released_steps_are_left(house, monkey
         return await run_round(self)
 
     monkeypatch.setattr(releaser.Releaser, "run_round", round_after_commits)
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, *(group(f"g{number}") for number in range(6)))
+    run = cluster.create_run(batch_groups=1)
+    trainer = cluster.trainer(await cluster.start_batcher(), run)
+    await cluster.publish(run, *(group(f"g{number}") for number in range(6)))
     await trainer.start()
     await trainer.train(*range(1, 7))
     are_committed.set()
 
-    held = keys.run_keys(run).held
+    held = keys.run_keys(run).payload_bytes
     await wait_until_async(
-        lambda: house.client.hlen(held) == 2, 60.0, describe="the release of five steps"
+        lambda: cluster.client.hlen(held) == 2, 60.0, describe="the release of five steps"
     )
 
 
-async def test_search_that_finds_many_does_not_wait_for_its_rest(house, monkeypatch):
+async def test_search_that_finds_many_does_not_wait_for_its_rest(cluster, monkeypatch):
     searched_s, find_ended = [], releaser.find_ended
 
     async def find_slowly(*args: Any, **options: Any) -> Any:
@@ -275,12 +277,12 @@ async def test_search_that_finds_many_does_not_wait_for_its_rest(house, monkeypa
         return await find_ended(*args, **options)
 
     monkeypatch.setattr(releaser, "find_ended", find_slowly)
-    run = house.create_run(batch_groups=1, group_filters=ZERO_VARIANCE)
-    await house.start_batcher()
+    run = cluster.create_run(batch_groups=1, group_filters=ZERO_VARIANCE)
+    await cluster.start_batcher()
 
-    await house.publish(run, group("first", *EQUAL))
+    await cluster.publish(run, group("first", *EQUAL))
     await wait_until_async(lambda: len(searched_s) >= 1, 60.0, describe="the first search")
-    await house.publish(run, *(group(f"g{number}", *EQUAL) for number in range(5)))
+    await cluster.publish(run, *(group(f"g{number}", *EQUAL) for number in range(5)))
     await wait_until_async(lambda: len(searched_s) >= 2, 60.0, describe="the second search")
 
     assert searched_s[1] - searched_s[0] < 5 * WORK_S

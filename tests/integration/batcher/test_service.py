@@ -31,14 +31,14 @@ run_batcher(BatcherOptions(redis_url=sys.argv[1], address_file=Path(sys.argv[2])
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_batcher_process_serves_until_a_signal_and_ends_without_error(
-    house, tmp_path, number
+    cluster, tmp_path, number
 ):
-    run, file = house.create_run(batch_groups=1), tmp_path / "run" / "address"
-    command = [sys.executable, "-c", SERVE, house.url, str(file)]
+    run, file = cluster.create_run(batch_groups=1), tmp_path / "run" / "address"
+    command = [sys.executable, "-c", SERVE, cluster.url, str(file)]
     process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE)
     await wait_until_async(file.exists, describe="the address of the batcher")
-    trainer = house.trainer(file.read_text(), run)
-    await house.publish(run, group("g0"))
+    trainer = cluster.trainer(file.read_text(), run)
+    await cluster.publish(run, group("g0"))
     await trainer.start()
     (pulled,) = await trainer.get(1)
     process.send_signal(number)
@@ -48,11 +48,11 @@ async def test_batcher_process_serves_until_a_signal_and_ends_without_error(
     assert (process.returncode, errors) == (0, b"")
 
 
-async def test_taken_address_is_refused_with_the_address(house):
-    taken = (await house.start_batcher()).address
+async def test_taken_address_is_refused_with_the_address(cluster):
+    taken = (await cluster.start_batcher()).address
 
     with pytest.raises(InvalidConfigError, match=taken):
-        async with serving(BatcherOptions(redis_url=house.url, listen=taken)):
+        async with serving(BatcherOptions(redis_url=cluster.url, listen=taken)):
             pass
 
 
@@ -65,7 +65,7 @@ def test_a_store_that_does_not_answer_ends_the_start():
     ("owner", "name"), [(planner.RunPlanner, "_check_server"), (planner, "note_trouble")]
 )
 async def test_replica_stops_while_a_call_to_the_store_misses_its_cancellation(
-    house, monkeypatch, owner, name
+    cluster, monkeypatch, owner, name
 ):
     # The Redis client does so below Python 3.12, if a cancellation comes just when it is done.
     is_called, call = asyncio.Event(), getattr(owner, name)
@@ -81,17 +81,17 @@ async def test_replica_stops_while_a_call_to_the_store_misses_its_cancellation(
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(owner, name, miss_first_cancellation)
-    run = house.create_run(batch_groups=1)
-    batcher = await house.start_batcher(before_write=fail)
-    await house.publish(run, group("g0"))
+    run = cluster.create_run(batch_groups=1)
+    batcher = await cluster.start_batcher(before_write=fail)
+    await cluster.publish(run, group("g0"))
     await is_called.wait()
 
     async with asyncio.timeout(60):
         await batcher.stop()
 
 
-async def test_a_replica_that_has_stopped_answers_no_call_any_more(house, monkeypatch):
-    run = house.create_run()
+async def test_a_replica_that_has_stopped_answers_no_call_any_more(cluster, monkeypatch):
+    run = cluster.create_run()
     is_asked, has_ended = asyncio.Event(), asyncio.Event()
 
     async def start(*args, **kwargs):
@@ -107,8 +107,8 @@ async def test_a_replica_that_has_stopped_answers_no_call_any_more(house, monkey
         raise asyncio.CancelledError
 
     monkeypatch.setattr(servicer, "start_session", start)
-    batcher = await house.start_batcher()
-    call = asyncio.create_task(house.trainer(batcher, run).start())
+    batcher = await cluster.start_batcher()
+    call = asyncio.create_task(cluster.trainer(batcher, run).start())
     await is_asked.wait()
 
     await batcher.stop()
@@ -118,14 +118,14 @@ async def test_a_replica_that_has_stopped_answers_no_call_any_more(house, monkey
         await call
 
 
-async def test_payload_is_read_after_restart_with_many_stale_connections(house_at, tmp_path):
+async def test_payload_is_read_after_restart_with_many_stale_connections(cluster_at, tmp_path):
     # The next idle connection is as stale as the first one.
     with EmbeddedServer(tmp_path) as server:
-        house = house_at(server.url)
-        run = house.create_run(batch_groups=1)
-        await house.start_batcher()
-        await house.publish(run, group("g0"))
-        await house.planned(run, 1)
+        cluster = cluster_at(server.url)
+        run = cluster.create_run(batch_groups=1)
+        await cluster.start_batcher()
+        await cluster.publish(run, group("g0"))
+        await cluster.planned(run, 1)
         batch = await asyncio.to_thread(read_planned_batch, server.url, run, 1)
         members = [member for each in batch.manifest.groups for member in each.trajectories]
         reader = PayloadReader(server.url)
@@ -141,13 +141,13 @@ async def test_payload_is_read_after_restart_with_many_stale_connections(house_a
     assert len(payload) == 2
 
 
-async def test_rows_are_dropped_when_every_rank_has_its_share(house):
-    run = house.create_run(batch_groups=1)
-    await house.start_batcher()
-    await house.publish(run, group("g0"))
-    await house.planned(run, 1)
-    batch = await asyncio.to_thread(read_planned_batch, house.url, run, 1)
-    assembler = Assembler(house.url, max_cache_bytes=1 << 20)
+async def test_rows_are_dropped_when_every_rank_has_its_share(cluster):
+    run = cluster.create_run(batch_groups=1)
+    await cluster.start_batcher()
+    await cluster.publish(run, group("g0"))
+    await cluster.planned(run, 1)
+    batch = await asyncio.to_thread(read_planned_batch, cluster.url, run, 1)
+    assembler = Assembler(cluster.url, max_cache_bytes=1 << 20)
 
     async def share(dp_rank: int, dp_world_size: int) -> str:
         made = await assembler.share(
@@ -156,7 +156,7 @@ async def test_rows_are_dropped_when_every_rank_has_its_share(house):
         return made.content_hash
 
     shares = [await share(rank, 2) for rank in range(2)]
-    async with connect_async(house.url) as client:
+    async with connect_async(cluster.url) as client:
         await client.flushdb()
 
     assert [await share(rank, 2) for rank in range(2)] == shares

@@ -20,7 +20,7 @@ from turnstream.types import TrajectoryState
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.batcher.serving import calls
+from turnstream_server.batcher.serving import running_calls
 from turnstream_server.batcher.serving.servicer import BatchesServicer
 from turnstream_server.ledger.core.frontier import read_frontier_async
 from turnstream_server.ledger.queries.trajectory_history import read_history
@@ -50,8 +50,8 @@ class SlowClient:
 
 
 @pytest.fixture
-async def client(house) -> AsyncIterator[redis.asyncio.Redis]:
-    async with connect_async(house.url) as client:
+async def client(cluster) -> AsyncIterator[redis.asyncio.Redis]:
+    async with connect_async(cluster.url) as client:
         yield client
 
 
@@ -61,9 +61,9 @@ async def slow(client) -> SlowClient:
 
 
 @pytest.fixture
-async def view(house, client, slow) -> RunView:
+async def view(cluster, client, slow) -> RunView:
     """A view of a new run whose reads are slow."""
-    run = house.create_run()
+    run = cluster.create_run()
     frontier = await read_frontier_async(client, run)
     return RunView(slow, run, frontier=frontier, on_stepped=lambda _: None)
 
@@ -110,8 +110,8 @@ async def test_the_config_in_force_is_read_at_one_moment(view, slow, client):
     assert await reading == expected
 
 
-async def test_lost_revision_is_not_reported_as_a_missing_run(house, client):
-    run = house.create_run()
+async def test_lost_revision_is_not_reported_as_a_missing_run(cluster, client):
+    run = cluster.create_run()
     frontier = await read_frontier_async(client, run)
     view = RunView(client, run, frontier=frontier, on_stepped=lambda _: None)
 
@@ -135,17 +135,17 @@ async def test_waiting_on_an_ended_view_does_not_spin(view, ends):
     assert asyncio.get_running_loop().time() - started_s > 0.15
 
 
-async def test_a_deadline_ends_the_wait_and_says_what_is_missing(house):
-    _, trainer = await house.started(group("g0"), batch_groups=3)
+async def test_a_deadline_ends_the_wait_and_says_what_is_missing(cluster):
+    _, trainer = await cluster.started(group("g0"), batch_groups=3)
 
     await trainer.refused(1, words="^step 1: .*; step 1.*: 1 of 3 groups ready")
 
 
-async def test_a_wait_that_ends_has_its_reasons_for_programs_too(house):
-    run, trainer = await house.serve(batch_groups=2)
+async def test_a_wait_that_ends_has_its_reasons_for_programs_too(cluster):
+    run, trainer = await cluster.serve(batch_groups=2)
     await trainer.start()
     with (
-        Publisher(house.url, run, writer="gen-7") as publisher,
+        Publisher(cluster.url, run, writer="gen-7") as publisher,
         publisher.trajectory("g0", 0, num_samples=1) as member,
     ):
         member.append(ids("ab"), ids("c"))
@@ -159,9 +159,9 @@ async def test_a_wait_that_ends_has_its_reasons_for_programs_too(house):
     assert second.sentence.startswith("group g0 (0 of 1 members) waits for sample 0 of generator")
 
 
-async def test_ranks_with_the_same_wait_share_one_read(house, monkeypatch):
-    monkeypatch.setattr(calls, "_READ_EVERY_S", 600.0)
-    run, trainer = await house.serve()
+async def test_ranks_with_the_same_wait_share_one_read(cluster, monkeypatch):
+    monkeypatch.setattr(running_calls, "_READ_EVERY_S", 600.0)
+    run, trainer = await cluster.serve()
     await trainer.start()
 
     async def wait(wait_s):
@@ -170,7 +170,7 @@ async def test_ranks_with_the_same_wait_share_one_read(house, monkeypatch):
         return caught.value.reasons
 
     with (
-        Publisher(house.url, run) as publisher,
+        Publisher(cluster.url, run) as publisher,
         publisher.trajectory("g0", 0, num_samples=1) as member,
     ):
         member.append(ids("ab"), ids("c"))
@@ -182,18 +182,18 @@ async def test_ranks_with_the_same_wait_share_one_read(house, monkeypatch):
     assert len(left_s) == 1
 
 
-async def test_the_batcher_bounds_the_wait_that_a_call_asks_for(house):
-    run = house.create_run()
-    trainer = await house.start_trainer(run, wait_max_s=0.05)
+async def test_the_batcher_bounds_the_wait_that_a_call_asks_for(cluster):
+    run = cluster.create_run()
+    trainer = await cluster.start_trainer(run, wait_max_s=0.05)
 
     with pytest.raises(NotReadyError):
         await asyncio.wait_for(trainer.get(1, wait_s=1000), timeout=20)
 
 
-async def test_replica_that_stops_refuses_waiting_calls(house):
-    run = house.create_run()
-    replica = await house.start_batcher()
-    trainer = house.trainer(replica, run)
+async def test_replica_that_stops_refuses_waiting_calls(cluster):
+    run = cluster.create_run()
+    replica = await cluster.start_batcher()
+    trainer = cluster.trainer(replica, run)
     await trainer.start()
     waiting = asyncio.create_task(trainer.get(1))
     with pytest.raises(NotReadyError):  # calls of one connection arrive in order
@@ -205,41 +205,41 @@ async def test_replica_that_stops_refuses_waiting_calls(house):
         await waiting
 
 
-async def test_unreadable_reasons_do_not_replace_the_error_of_a_wait(house):
-    run, trainer = await house.serve(batch_groups=2)
+async def test_unreadable_reasons_do_not_replace_the_error_of_a_wait(cluster):
+    run, trainer = await cluster.serve(batch_groups=2)
     await trainer.start()
-    house.client.zadd(keys.run_keys(run).refills, {"no trajectory": 1})
+    cluster.client.zadd(keys.run_keys(run).refills, {"no trajectory": 1})
 
     error = await trainer.refused(1, words="^step 1: 0 steps are planned, 0 are stepped$")
 
     assert error.reasons == ()
 
 
-async def test_reasons_of_former_runs_are_dropped(house):
-    cache = calls.ReasonCache(house.url)
+async def test_reasons_of_former_runs_are_dropped(cluster):
+    cache = running_calls.ReasonCache(cluster.url)
 
-    found = [await cache.reasons(house.create_run()) for _ in range(5)]
+    found = [await cache.reasons(cluster.create_run()) for _ in range(5)]
     cache.close()
 
     assert all(found)
     assert not cache._reads
 
 
-async def test_trajectory_too_long_for_any_pass_is_refused_by_the_run(house):
-    run, trainer = await house.serve(
+async def test_trajectory_too_long_for_any_pass_is_refused_by_the_run(cluster):
+    run, trainer = await cluster.serve(
         batch_groups=1, max_tokens_per_micro_batch=5, over_long="refuse"
     )
-    await house.publish(run, _lettered("g0", "CD", "EFGHI", "J"))
+    await cluster.publish(run, _lettered("g0", "CD", "EFGHI", "J"))
 
     await trainer.start()
     (pulled,) = await trainer.get(1)
 
     assert pulled.rows == ["abCD", "abJ"]
-    refused = read_history(house.client, run, "g0/1/0")
+    refused = read_history(cluster.client, run, "g0/1/0")
     assert refused.state == TrajectoryState.INCOMPLETE
     limit = "a row of 7 tokens, which costs 7 of the 5 that a micro-batch may"
     assert refused.reason == f"sample 1 has {limit}"
-    assert house.states(run) == {TrajectoryState.PLANNED: 2, TrajectoryState.INCOMPLETE: 1}
+    assert cluster.states(run) == {TrajectoryState.PLANNED: 2, TrajectoryState.INCOMPLETE: 1}
 
 
 def _lettered(group_id: str, *responses: str):
@@ -254,8 +254,8 @@ def _lettered(group_id: str, *responses: str):
 NUM_RANKS = 8
 
 
-async def test_ranks_of_one_mini_batch_share_one_cut(house, monkeypatch):
-    _, trainer = await house.started(
+async def test_ranks_of_one_mini_batch_share_one_cut(cluster, monkeypatch):
+    _, trainer = await cluster.started(
         group("g0"),
         group("g1"),
         batch_groups=2,
@@ -279,12 +279,12 @@ async def test_ranks_of_one_mini_batch_share_one_cut(house, monkeypatch):
 
 
 @pytest.mark.parametrize(("asks", "is_alive"), [(1, True), (2, False)])
-async def test_observer_is_alive_if_it_asks_for_the_next_unseen_step(house, asks, is_alive):
-    run = house.create_run(batch_groups=1, max_staleness=9, max_planned_ahead=3)
-    caller = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, group("g0"), group("g1"))
+async def test_observer_is_alive_if_it_asks_for_the_next_unseen_step(cluster, asks, is_alive):
+    run = cluster.create_run(batch_groups=1, max_staleness=9, max_planned_ahead=3)
+    caller = cluster.trainer(await cluster.start_batcher(), run)
+    await cluster.publish(run, group("g0"), group("g1"))
     silent = b"0:99999999999999:600000"
-    async with connect_async(house.url) as client:
+    async with connect_async(cluster.url) as client:
         observers = keys.run_keys(run).observers
         await declare_observer(client, run, observer="o", first_step=1, expiry_s=600)
         await client.hset(observers, "o", silent)
@@ -296,13 +296,13 @@ async def test_observer_is_alive_if_it_asks_for_the_next_unseen_step(house, asks
     assert (entry != silent) == is_alive
 
 
-async def test_a_replica_that_is_behind_announces_in_the_lineage_of_the_store(house):
-    run, trainer = await house.started(
+async def test_a_replica_that_is_behind_announces_in_the_lineage_of_the_store(cluster):
+    run, trainer = await cluster.started(
         group("g1"), group("g2"), batch_groups=1, retain_checkpoints=5
     )
     tokens = [await trainer.stepped(await trainer.get(step)) for step in (1, 2)]
 
-    async with connect_async(house.url) as client:
+    async with connect_async(cluster.url) as client:
         before = await read_frontier_async(client, run)
         views = {run: RunView(client, run, frontier=before, on_stepped=lambda _: None)}
         await trainer.start("back", token=str(tokens[0]))

@@ -19,11 +19,11 @@ from turnstream.store.run.runs import newest_version
 from turnstream_server.ledger.core.frontier import Rollback, read_frontier
 
 
-async def test_an_old_session_can_neither_get_nor_acknowledge(house):
-    run = house.create_run(batch_groups=1)
-    replica = await house.start_batcher()
-    old, new = house.trainer(replica, run), house.trainer(replica, run)
-    await house.publish(run, group("g0"))
+async def test_an_old_session_can_neither_get_nor_acknowledge(cluster):
+    run = cluster.create_run(batch_groups=1)
+    replica = await cluster.start_batcher()
+    old, new = cluster.trainer(replica, run), cluster.trainer(replica, run)
+    await cluster.publish(run, group("g0"))
     await old.start("old")
     pulled = await old.get(1)
 
@@ -35,26 +35,26 @@ async def test_an_old_session_can_neither_get_nor_acknowledge(house):
         await old.stepped(pulled)
 
 
-async def test_a_get_asks_the_store_who_trains_and_not_its_own_memory(house):
-    run, trainer = await house.started(group("g0"), batch_groups=1)
+async def test_a_get_asks_the_store_who_trains_and_not_its_own_memory(cluster):
+    run, trainer = await cluster.started(group("g0"), batch_groups=1)
     await trainer.get(1)
 
-    with connect(house.url) as client:  # a new session that this replica has not read yet
+    with connect(cluster.url) as client:  # a new session that this replica has not read yet
         client.hset(keys.run_keys(run).frontier, "session_epoch", 9)
 
     with pytest.raises(FencedError, match="trainer session 1 has ended, the current one is 9"):
         await trainer.get(1)
 
 
-async def test_rank_whose_last_batch_is_missing_gets_its_name(house):
-    run, trainer = await house.started(group("g0"), batch_groups=1, session="s")
+async def test_rank_whose_last_batch_is_missing_gets_its_name(cluster):
+    run, trainer = await cluster.started(group("g0"), batch_groups=1, session="s")
     (first,) = await trainer.get(1, session="s")
 
     with pytest.raises(StoreBehindError, match=r"step 2 was delivered .* store is 1"):
         await trainer.get(3, previous_hash="0" * 64)
     await trainer.start("t")
     await trainer.stepped([first])
-    await house.publish(run, group("g1"))
+    await cluster.publish(run, group("g1"))
     with pytest.raises(FencedError, match="'lost' has ended or was lost, 't' has its epoch"):
         await trainer.get(2, session="lost")
     assert await trainer.get(2, previous_hash=first.mini_batch.info.manifest_hash)
@@ -62,10 +62,10 @@ async def test_rank_whose_last_batch_is_missing_gets_its_name(house):
         await trainer.get(2, previous_hash="0" * 64)
 
 
-async def test_a_waiting_call_ends_when_another_session_begins_elsewhere(house):
-    run = house.create_run(batch_groups=1)
-    old = house.trainer(await house.start_batcher(), run)
-    new = house.trainer(await house.start_batcher(), run)
+async def test_a_waiting_call_ends_when_another_session_begins_elsewhere(cluster):
+    run = cluster.create_run(batch_groups=1)
+    old = cluster.trainer(await cluster.start_batcher(), run)
+    new = cluster.trainer(await cluster.start_batcher(), run)
     await old.start("old")
     waiting = asyncio.create_task(old.get(1))
 
@@ -75,8 +75,8 @@ async def test_a_waiting_call_ends_when_another_session_begins_elsewhere(house):
         await waiting
 
 
-async def test_checkpoint_of_a_missing_run_is_ahead_of_the_store(house):
-    trainer = house.trainer(await house.start_batcher(), "lost")
+async def test_checkpoint_of_a_missing_run_is_ahead_of_the_store(cluster):
+    trainer = cluster.trainer(await cluster.start_batcher(), "lost")
 
     with pytest.raises(
         StoreBehindError, match="names step 7 of run 'lost', but this store has no run of that name"
@@ -84,11 +84,11 @@ async def test_checkpoint_of_a_missing_run_is_ahead_of_the_store(house):
         await trainer.start(token="v1:main:7:ab12")
 
 
-async def test_stepped_and_uncommitted_batch_is_served_again_unchanged(house):
-    run = house.create_run(batch_groups=1)
-    replica = await house.start_batcher()
-    first, second = house.trainer(replica, run), house.trainer(replica, run)
-    await house.publish(run, group("g0"), group("g1"))
+async def test_stepped_and_uncommitted_batch_is_served_again_unchanged(cluster):
+    run = cluster.create_run(batch_groups=1)
+    replica = await cluster.start_batcher()
+    first, second = cluster.trainer(replica, run), cluster.trainer(replica, run)
+    await cluster.publish(run, group("g0"), group("g1"))
     await first.start("first")
     before = await first.get(1)
     await first.stepped(before)
@@ -101,11 +101,11 @@ async def test_stepped_and_uncommitted_batch_is_served_again_unchanged(house):
     testkit.assert_same(after[0].mini_batch, before[0].mini_batch)
 
 
-async def test_another_world_size_gets_the_same_rows_with_the_same_denominators(house):
-    run = house.create_run(batch_groups=2)
-    replica = await house.start_batcher()
-    one, three = house.trainer(replica, run), house.trainer(replica, run)
-    await house.publish(run, group("g0"), group("g1"))
+async def test_another_world_size_gets_the_same_rows_with_the_same_denominators(cluster):
+    run = cluster.create_run(batch_groups=2)
+    replica = await cluster.start_batcher()
+    one, three = cluster.trainer(replica, run), cluster.trainer(replica, run)
+    await cluster.publish(run, group("g0"), group("g1"))
     await one.start("one", dp_world_size=1)
     (whole,) = await one.get(1)
 
@@ -117,53 +117,53 @@ async def test_another_world_size_gets_the_same_rows_with_the_same_denominators(
     assert {s.info.denominators for s in shares} == {whole.mini_batch.info.denominators}
 
 
-async def test_an_announced_version_reaches_generators_and_the_next_session(house):
-    run = house.create_run(batch_groups=1)
-    replica = await house.start_batcher()
-    first, second = house.trainer(replica, run), house.trainer(replica, run)
+async def test_an_announced_version_reaches_generators_and_the_next_session(cluster):
+    run = cluster.create_run(batch_groups=1)
+    replica = await cluster.start_batcher()
+    first, second = cluster.trainer(replica, run), cluster.trainer(replica, run)
     await first.start("first")
 
     await first.announce_version(4, step=0, weights_uri="file:///weights/4")
     reply = await second.start("second")
 
-    announced = newest_version(house.client, run)
+    announced = newest_version(cluster.client, run)
     assert announced is not None
     assert (announced.version, announced.weights_uri) == (4, "file:///weights/4")
     assert reply.newest_version == 4
 
 
-async def test_going_back_is_logged_and_the_run_keeps_what_came_again(house, caplog):
-    run = house.create_run(batch_groups=1, retain_checkpoints=5, max_staleness=9)
-    replica = await house.start_batcher()
-    trainer = house.trainer(replica, run)
-    await house.publish(run, *(group(f"g{n}") for n in range(3)))
+async def test_going_back_is_logged_and_the_run_keeps_what_came_again(cluster, caplog):
+    run = cluster.create_run(batch_groups=1, retain_checkpoints=5, max_staleness=9)
+    replica = await cluster.start_batcher()
+    trainer = cluster.trainer(replica, run)
+    await cluster.publish(run, *(group(f"g{n}") for n in range(3)))
     await trainer.start("first")
     tokens = [await trainer.stepped(await trainer.get(step)) for step in (1, 2, 3)]
     await trainer.committed(tokens[1])
     caplog.set_level(logging.INFO)
 
-    await house.trainer(replica, run).start("crashed", token=str(tokens[1]))
+    await cluster.trainer(replica, run).start("crashed", token=str(tokens[1]))
     of_crash = caplog.text
     caplog.clear()
-    await house.trainer(replica, run).start("on purpose", token=str(tokens[0]))
+    await cluster.trainer(replica, run).start("on purpose", token=str(tokens[0]))
 
-    kept = read_frontier(house.client, run).rollbacks
+    kept = read_frontier(cluster.client, run).rollbacks
     assert f"run {run}: steps [3] were not committed and come again" in of_crash
     assert "goes back" not in of_crash
     assert f"run {run} goes back behind committed step 2; steps [2] come again" in caplog.text
     assert kept == (Rollback("main-2", step=1, stepped=2), Rollback("main-1", step=2, stepped=3))
 
 
-async def test_step_with_two_manifests_is_acknowledged_for_no_rank(house_at, own_server, past_of):
-    house = house_at(own_server.url)
-    run = house.create_run(batch_groups=1)
-    trainer = house.trainer(await house.start_batcher(lease_s=1.0), run)
+async def test_step_with_two_manifests_is_acknowledged_for_no_rank(cluster_at, own_server, past_of):
+    cluster = cluster_at(own_server.url)
+    run = cluster.create_run(batch_groups=1)
+    trainer = cluster.trainer(await cluster.start_batcher(lease_s=1.0), run)
     await trainer.start("s", dp_world_size=2)
     past = past_of(own_server)
-    await house.publish(run, group("lost"))
+    await cluster.publish(run, group("lost"))
     (lost,) = await trainer.get(1, dp_rank=1)
     await asyncio.to_thread(past.come_back)
-    await house.publish(run, group("other"))
+    await cluster.publish(run, group("other"))
 
     (other,) = await got(trainer, 1, dp_rank=0)
 
@@ -186,8 +186,8 @@ async def test_step_with_two_manifests_is_acknowledged_for_no_rank(house_at, own
     assert (await trainer.stepped(again[1:], dp_rank=1)).step == 1
 
 
-async def test_rank_with_part_of_a_batch_gets_no_part_of_another(house):
-    _, trainer = await house.started(group("g0"), batch_groups=1, session="s")
+async def test_rank_with_part_of_a_batch_gets_no_part_of_another(cluster):
+    _, trainer = await cluster.started(group("g0"), batch_groups=1, session="s")
 
     (whole,) = await trainer.get(1)
     await trainer.get(1, manifest_hash=hash_of(whole))
@@ -195,15 +195,15 @@ async def test_rank_with_part_of_a_batch_gets_no_part_of_another(house):
         await trainer.get(1, manifest_hash="0" * 64)
 
 
-async def test_batch_lost_while_a_rank_waits_ends_the_session(house_at, own_server, past_of):
-    house = house_at(own_server.url)
-    run = house.create_run(batch_groups=1, max_planned_ahead=0)
-    replica = await house.start_batcher(lease_s=1.0)
-    trainer, other = house.trainer(replica, run), house.trainer(replica, run)
+async def test_batch_lost_while_a_rank_waits_ends_the_session(cluster_at, own_server, past_of):
+    cluster = cluster_at(own_server.url)
+    run = cluster.create_run(batch_groups=1, max_planned_ahead=0)
+    replica = await cluster.start_batcher(lease_s=1.0)
+    trainer, other = cluster.trainer(replica, run), cluster.trainer(replica, run)
     await trainer.start("s", dp_world_size=2)
     await other.start("s", dp_world_size=2)
     past = past_of(own_server)
-    await house.publish(run, group("lost"))
+    await cluster.publish(run, group("lost"))
     (lost,) = await trainer.get(1, dp_rank=1)
     waiting = asyncio.create_task(got(trainer, 2, dp_rank=1, previous_hash=hash_of(lost)))
     await asyncio.to_thread(past.come_back)

@@ -18,8 +18,8 @@ from turnstream.store.client.addresses import address_of
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run
 from turnstream_server import cli
+from turnstream_server.console import store_client
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.jobs import store_client
 
 LONGEST_S = 20.0
 """Far above the deadline, on a machine that is busy, and far below the sockets' own timeouts."""

@@ -1,4 +1,4 @@
-"""A base model, and houses of hosted models."""
+"""A base model, and hosts of models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from testkit.hosted import House, new_house
+from testkit.hosted import ModelHost, new_model_host
 from testkit.training import make_model
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.models.policy import save_policy
@@ -29,6 +29,6 @@ def server() -> Iterator[EmbeddedServer]:
 
 
 @pytest.fixture
-def house(server: EmbeddedServer, base: Path, tmp_path: Path) -> House:
+def model_host(server: EmbeddedServer, base: Path, tmp_path: Path) -> ModelHost:
     """A base model without hosted models yet."""
-    return new_house(server.url, base, tmp_path)
+    return new_model_host(server.url, base, tmp_path)

@@ -19,9 +19,9 @@ from testkit.batchers import BatcherThread
 from testkit.hosted import (
     STEP,
     HostedClient,
-    House,
+    ModelHost,
     datums,
-    new_house,
+    new_model_host,
     save,
     serve_ranks,
 )
@@ -32,12 +32,12 @@ from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import close_run, create_run, reopen_run
 from turnstream.types import Group, TrajectoryState
 from turnstream.worker import BatchStream
-from turnstream_server.commands.contents import ForwardBackwardRun, LoadWeights
-from turnstream_server.commands.results import TrainingOutput
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.engine.hosted_base import EngineSettings, HostedBase, LoadedModel, write
 from turnstream_server.ledger.core.frontier import read_frontier
 from turnstream_server.ledger.queries.ledger import read_ledger
+from turnstream_server.operations.contents import ForwardBackwardRun, LoadWeights
+from turnstream_server.operations.results import TrainingOutput
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
@@ -56,9 +56,9 @@ def batcher(server: EmbeddedServer) -> Iterator[str]:
 
 
 @pytest.fixture
-def house(server: EmbeddedServer, base: Path, batcher: str, tmp_path: Path) -> House:
+def model_host(server: EmbeddedServer, base: Path, batcher: str, tmp_path: Path) -> ModelHost:
     """A base model whose workers begin trainer sessions at the batcher."""
-    return new_house(server.url, base, tmp_path)._replace(batcher=batcher)
+    return new_model_host(server.url, base, tmp_path)._replace(batcher=batcher)
 
 
 def make_run(url: str, *, num_groups: int, closes: bool = False, **fields: Any) -> str:
@@ -91,9 +91,9 @@ def on(run: str, **settings: float) -> ForwardBackwardRun:
     return ForwardBackwardRun(run, "ppo", settings)
 
 
-def make_busy(house: House, run: str) -> HostedClient:
+def make_busy(model_host: ModelHost, run: str) -> HostedClient:
     """Return a model with six mini-batches of a run, a load between two of one step among them."""
-    model = house.make(on(run), STEP, on(run), STEP, datums(1), on(run), STEP, save("mid"))
+    model = model_host.make(on(run), STEP, on(run), STEP, datums(1), on(run), STEP, save("mid"))
     model.submit(LoadWeights(model.path("mid"), optimizer=True), on(run), STEP)
     model.submit(on(run), on(run), STEP, save("end"))
     return model
@@ -116,27 +116,27 @@ def results_of(model: HostedClient, run: str) -> dict[int, bytes]:
 
 
 def test_model_on_a_run_equals_a_trainer_of_it(
-    house: House,
+    model_host: ModelHost,
     client: redis.Redis,
     batcher: str,
     tmp_path: Path,
 ) -> None:
     run, other = (
-        make_run(house.url, num_groups=4, aggregation="seq_mean_token_mean") for _ in range(2)
+        make_run(model_host.url, num_groups=4, aggregation="seq_mean_token_mean") for _ in range(2)
     )
     settings = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}
-    model = house.make(*[on(run, **settings), STEP] * 4, save("end"))
+    model = model_host.make(*[on(run, **settings), STEP] * 4, save("end"))
     positions: dict[int, tuple[int, int]] = {}
 
     def is_done() -> bool:
         frontier = read_frontier(client, run)
         num_results = len(model.stored_results())
         positions.setdefault(num_results - 1, (frontier.stepped, frontier.committed))
-        return num_results == model.num_commands
+        return num_results == model.num_operations
 
-    house.run(model, until=is_done, checkpoint_every=4)
+    model_host.run(model, until=is_done, checkpoint_every=4)
 
-    expected = trained(house, model, other, loss="ppo_clip:clip_low=0.1,clip_high=0.3")
+    expected = trained(model_host, model, other, loss="ppo_clip:clip_low=0.1,clip_high=0.3")
     weights = model.saved("end")
     for name, value in expected.items():
         torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-7)
@@ -150,9 +150,11 @@ def test_model_on_a_run_equals_a_trainer_of_it(
     assert steps_of(model) == [1, 1, 2, 2]
 
 
-def trained(house: House, model: HostedClient, run: str, *, loss: str) -> dict[str, torch.Tensor]:
+def trained(
+    model_host: ModelHost, model: HostedClient, run: str, *, loss: str
+) -> dict[str, torch.Tensor]:
     """Return the weights after the training of a run without a worker."""
-    hosted = HostedBase(house.name, house.base, settings=EngineSettings())
+    hosted = HostedBase(model_host.name, model_host.base, settings=EngineSettings())
     adapter = hosted.make(model.record).adapter
     assert adapter is not None
     adam = AdamSettings(
@@ -160,12 +162,12 @@ def trained(house: House, model: HostedClient, run: str, *, loss: str) -> dict[s
     )
     objective = Objective(ObjectiveConfig.parse(loss=loss))
     engine = Engine(adapter.model, adapter=adapter, adam=adam, objective=objective)
-    with BatchStream(house.batcher, run) as stream:
+    with BatchStream(model_host.batcher, run) as stream:
         for mini_batch in itertools.islice(stream, 4):
             engine.update(mini_batch, aggregation=stream.config.aggregation)
             if mini_batch.is_last:
                 stream.stepped()
-    folder = house.root / "direct"
+    folder = model_host.root / "direct"
     folder.mkdir()
     write(LoadedModel(engine, adapter), folder, optimizer=False)
     return load_file(folder / "adapter_model.safetensors")
@@ -182,12 +184,12 @@ class Undisturbed(NamedTuple):
 def undisturbed(
     server: EmbeddedServer, base: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Undisturbed:
-    house = new_house(server.url, base, tmp_path_factory.mktemp("undisturbed"))
+    model_host = new_model_host(server.url, base, tmp_path_factory.mktemp("undisturbed"))
     run = make_run(server.url, num_groups=6)
     with BatcherThread(server.url) as batcher:
-        house = house._replace(batcher=batcher.target)
-        model = make_busy(house, run)
-        house.run(model)
+        model_host = model_host._replace(batcher=batcher.target)
+        model = make_busy(model_host, run)
+        model_host.run(model)
     return Undisturbed(results_of(model, run), model.saved("end"))
 
 
@@ -206,18 +208,18 @@ def undisturbed(
     ],
 )
 def test_killed_worker_trains_each_mini_batch_once_to_equal_weights(
-    house: House,
+    model_host: ModelHost,
     client: redis.Redis,
     undisturbed: Undisturbed,
     failpoint: str,
 ) -> None:
-    run = make_run(house.url, num_groups=6)
-    model = make_busy(house, run)
-    process = house.start(failpoint)
+    run = make_run(model_host.url, num_groups=6)
+    model = make_busy(model_host, run)
+    process = model_host.start(failpoint)
     process.join(60)
     before = model.stored_results()
 
-    house.run(model)
+    model_host.run(model)
 
     assert process.exitcode == -signal.SIGKILL
     after = model.stored_results()
@@ -231,35 +233,39 @@ def test_killed_worker_trains_each_mini_batch_once_to_equal_weights(
     assert read_ledger(client, run).by_state[TrajectoryState.COMMITTED] == 12
 
 
-def test_waiting_for_a_batch_blocks_no_other_model(house: House, client: redis.Redis) -> None:
-    run = make_run(house.url, num_groups=0)
-    waiting = house.make(on(run), STEP)
-    other = house.make(*[each for seed in range(5) for each in (datums(seed), STEP)])
+def test_waiting_for_a_batch_blocks_no_other_model(
+    model_host: ModelHost, client: redis.Redis
+) -> None:
+    run = make_run(model_host.url, num_groups=0)
+    waiting = model_host.make(on(run), STEP)
+    other = model_host.make(*[each for seed in range(5) for each in (datums(seed), STEP)])
     was_published = False
 
     def is_done() -> bool:
         nonlocal was_published
-        if len(other.stored_results()) == other.num_commands and not was_published:
+        if len(other.stored_results()) == other.num_operations and not was_published:
             assert len(waiting.stored_results()) == 1
-            publish(house.url, run, range(2))
+            publish(model_host.url, run, range(2))
             was_published = True
-        return len(waiting.stored_results()) == waiting.num_commands
+        return len(waiting.stored_results()) == waiting.num_operations
 
-    house.run(waiting, other, until=is_done)
+    model_host.run(waiting, other, until=is_done)
 
     assert steps_of(waiting) == [1]
     assert read_frontier(client, run).stepped == 0  # the step has another mini-batch
 
 
-def test_finished_run_is_refused_until_it_is_reopened(house: House, client: redis.Redis) -> None:
-    run = make_run(house.url, num_groups=2, closes=True, mini_batch_groups=2)
-    model = house.make(on(run), STEP, on(run), datums(1), STEP, on(run))
-    house.run(model)
+def test_finished_run_is_refused_until_it_is_reopened(
+    model_host: ModelHost, client: redis.Redis
+) -> None:
+    run = make_run(model_host.url, num_groups=2, closes=True, mini_batch_groups=2)
+    model = model_host.make(on(run), STEP, on(run), datums(1), STEP, on(run))
+    model_host.run(model)
 
     reopen_run(client, run)
-    publish(house.url, run, range(2, 4))
+    publish(model_host.url, run, range(2, 4))
     model.submit(on(run), STEP, datums(2), STEP)
-    house.run(model)
+    model_host.run(model)
 
     for number in (3, 6):
         assert model.failure(number).category == "user"
@@ -269,11 +275,11 @@ def test_finished_run_is_refused_until_it_is_reopened(house: House, client: redi
     assert read_frontier(client, run).stepped == 2
 
 
-def test_next_step_of_a_run_needs_an_optim_step(house: House, client: redis.Redis) -> None:
-    run = make_run(house.url, num_groups=4, mini_batch_groups=2)
-    model = house.make(on(run), on(run), STEP, on(run), STEP)
+def test_next_step_of_a_run_needs_an_optim_step(model_host: ModelHost, client: redis.Redis) -> None:
+    run = make_run(model_host.url, num_groups=4, mini_batch_groups=2)
+    model = model_host.make(on(run), on(run), STEP, on(run), STEP)
 
-    house.run(model)
+    model_host.run(model)
 
     assert "call optim_step before the next one" in model.failure(2).error
     assert model.failure(2).category == "user"
@@ -281,16 +287,18 @@ def test_next_step_of_a_run_needs_an_optim_step(house: House, client: redis.Redi
     assert read_frontier(client, run).stepped == 2
 
 
-def test_runs_that_cannot_be_trained_are_refused(house: House, client: redis.Redis) -> None:
-    critic = make_run(house.url, num_groups=2, estimator="gae")
-    committed = make_run(house.url, num_groups=2, mini_batch_groups=2)
-    with BatchStream(house.batcher, committed) as stream:
+def test_runs_that_cannot_be_trained_are_refused(
+    model_host: ModelHost, client: redis.Redis
+) -> None:
+    critic = make_run(model_host.url, num_groups=2, estimator="gae")
+    committed = make_run(model_host.url, num_groups=2, mini_batch_groups=2)
+    with BatchStream(model_host.batcher, committed) as stream:
         next(stream)
         stream.committed(stream.stepped())
-    wide = make_run(house.url, num_groups=2, pad_token_id=999)
-    model = house.make(on("no-run"), on(critic), on(committed), on(wide), datums(1), STEP)
+    wide = make_run(model_host.url, num_groups=2, pad_token_id=999)
+    model = model_host.make(on("no-run"), on(critic), on(committed), on(wide), datums(1), STEP)
 
-    house.run(model)
+    model_host.run(model)
 
     expected = ["no run named 'no-run'", "has no critic", "committed up to step 1", "token is 999"]
     for number, words in enumerate(expected, 1):
@@ -300,10 +308,10 @@ def test_runs_that_cannot_be_trained_are_refused(house: House, client: redis.Red
     assert read_frontier(client, critic).session_epoch == 0
 
 
-def test_another_trainer_takes_a_run_over(house: House, client: redis.Redis) -> None:
-    run = make_run(house.url, num_groups=6, mini_batch_groups=2)
-    model = house.make(on(run), STEP)
-    house.run(model, until=lambda: len(model.stored_results()) == 3, checkpoint_every=100)
+def test_another_trainer_takes_a_run_over(model_host: ModelHost, client: redis.Redis) -> None:
+    run = make_run(model_host.url, num_groups=6, mini_batch_groups=2)
+    model = model_host.make(on(run), STEP)
+    model_host.run(model, until=lambda: len(model.stored_results()) == 3, checkpoint_every=100)
     token = read_frontier(client, run)
     assert (token.stepped, token.committed) == (1, 1)
     model.submit(on(run), STEP)
@@ -313,17 +321,17 @@ def test_another_trainer_takes_a_run_over(house: House, client: redis.Redis) -> 
         nonlocal taken
         if len(model.stored_results()) == 5 and not taken:
             newest = "v1:main:0:"
-            with BatchStream(house.batcher, run, recovery_token=newest) as stream:
+            with BatchStream(model_host.batcher, run, recovery_token=newest) as stream:
                 next(stream)
             taken = True
             model.submit(on(run), datums(1), STEP, on(run))
-        return len(model.stored_results()) == model.num_commands
+        return len(model.stored_results()) == model.num_operations
 
-    house.run(model, until=take_over, checkpoint_every=100)
+    model_host.run(model, until=take_over, checkpoint_every=100)
     model.submit(datums(2), STEP, on(run))
-    house.run(model)
+    model_host.run(model)
 
-    assert model.num_commands == 12
+    assert model.num_operations == 12
     for number in (5, 8, 11):
         assert "trainer session" in model.failure(number).error
         assert model.failure(number).category == "user"
@@ -331,11 +339,11 @@ def test_another_trainer_takes_a_run_over(house: House, client: redis.Redis) -> 
         assert model.answer(number).content["metrics"]["skipped"] == 0
 
 
-def test_two_ranks_on_a_run_equal_one(house: House, tmp_path: Path) -> None:
-    one, two = (make_busy(house, make_run(house.url, num_groups=6)) for _ in range(2))
-    house.run(one)
+def test_two_ranks_on_a_run_equal_one(model_host: ModelHost, tmp_path: Path) -> None:
+    one, two = (make_busy(model_host, make_run(model_host.url, num_groups=6)) for _ in range(2))
+    model_host.run(one)
 
-    run_ranks([2], tmp_path, functools.partial(serve_ranks, house, two))
+    run_ranks([2], tmp_path, functools.partial(serve_ranks, model_host, two))
 
     assert steps_of(two) == [1, 1, 2, 2, 3, 3]
     weights, others = one.saved("end"), two.saved("end")

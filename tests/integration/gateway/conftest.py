@@ -13,8 +13,8 @@ import pytest
 from testkit import gateways, servers
 from testkit.canned_worker import BASE, CannedWorker
 from testkit.gateway_thread import GatewayThread
-from turnstream_server.commands.bases import BaseModel
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.operations.bases import BaseModel
 
 _numbers = itertools.count(1)
 

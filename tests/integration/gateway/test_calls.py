@@ -14,10 +14,10 @@ from testkit.canned_worker import CannedWorker
 from testkit.gateway_thread import GatewayThread
 from turnstream.store.client.connection import connect
 from turnstream.wire import tinker_pb2 as wire
-from turnstream_server.commands.bases import BaseModel
-from turnstream_server.commands.keys import BASES
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway import state
+from turnstream_server.operations.bases import BaseModel
+from turnstream_server.operations.keys import BASES
 
 
 def test_calls_run_by_number_and_are_answered_at_once(api: Any, worker: CannedWorker):

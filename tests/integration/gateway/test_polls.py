@@ -20,14 +20,14 @@ from testkit import wait_until, wait_until_async
 from testkit.canned_worker import CannedWorker
 from testkit.gateway_thread import GatewayThread
 from turnstream.store.client.connection import connect_async
-from turnstream_server.commands import kept_results
-from turnstream_server.commands.bases import BaseModel
-from turnstream_server.commands.kept_results import FETCHED_S, UNFETCHED_S, drop_due
-from turnstream_server.commands.keys import RESULTS, model_keys
-from turnstream_server.commands.request_ids import parse_request_id
-from turnstream_server.commands.samplers import read_sampler, submit_sample
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.models.sampling_params import SamplingParams
+from turnstream_server.operations import kept_results
+from turnstream_server.operations.bases import BaseModel
+from turnstream_server.operations.kept_results import FETCHED_S, UNFETCHED_S, drop_due
+from turnstream_server.operations.keys import RESULTS, model_keys
+from turnstream_server.operations.request_ids import parse_request_id
+from turnstream_server.operations.samplers import read_sampler, submit_sample
 
 NUM_POLLS = 2_000
 NUM_OTHER_FILES = 300

@@ -12,7 +12,7 @@ import pytest
 from testkit.canned_worker import CannedWorker
 from testkit.gateway_thread import GatewayThread
 from testkit.sdks import RELEASES, Sdk
-from turnstream_server.commands.bases import BaseModel
+from turnstream_server.operations.bases import BaseModel
 
 _PROGRAM = Path(__file__).with_name("sdk_session.py")
 

@@ -85,7 +85,7 @@ def give_again(client: redis.Redis, run: str, group_id: str) -> None:
     number: Any = client.hget(names.tasks, name)
     client.hset(names.groups, name, "1:incomplete")
     client.hdel(names.tasks, name)
-    client.zadd(names.again, {number: int(number)})
+    client.zadd(names.retry, {number: int(number)})
 
 
 def write_one(task: Any) -> None:

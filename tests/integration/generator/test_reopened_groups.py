@@ -220,7 +220,7 @@ def test_released_group_yields_no_sample(store: Store) -> None:
         names = keys.run_keys(run)
         store.client.delete(names.groups, names.ledger)
         digest = hashlib.sha1(b"g")
-        store.client.hset(names.over, digest.hexdigest()[:3], digest.digest()[:8])
+        store.client.hset(names.finished_groups, digest.hexdigest()[:3], digest.digest()[:8])
 
         assert write_rest(publisher) == []
 

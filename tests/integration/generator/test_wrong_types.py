@@ -17,7 +17,7 @@ from testkit.waiting import entered, finish
 from turnstream.errors import InvalidConfigError, InvalidTurnError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.types import DeclaredColumn, Group, TrajectoryKey, VersionRun
-from turnstream.types.names import shown
+from turnstream.types.names import quoted
 
 pytestmark = pytest.mark.redis
 
@@ -142,8 +142,8 @@ def refused(case: Case, errors: Any = (InvalidTurnError, InvalidConfigError)) ->
     except errors as error:
         name, message = error.args[:2]
     else:
-        pytest.fail(f"{field}={shown(value)} was accepted")
-    assert name.partition("[")[0].partition(".")[0] == field, shown(value)
+        pytest.fail(f"{field}={quoted(value)} was accepted")
+    assert name.partition("[")[0].partition(".")[0] == field, quoted(value)
     assert len(message) < 400
     if isinstance(value, int | float) and abs(value) < 10**9:
         assert repr(value) in message
@@ -221,7 +221,9 @@ def test_publisher_constructors_refuse_wrong_types(
 
 
 @pytest.mark.parametrize(
-    "url", ["redis://u:secret@h:port", b"redis://u:secret@h", "redis://u:secret@" + HALF], ids=shown
+    "url",
+    ["redis://u:secret@h:port", b"redis://u:secret@h", "redis://u:secret@" + HALF],
+    ids=quoted,
 )
 def test_publisher_hides_the_password_of_a_wrong_url(run: str, url: Any) -> None:
     # An error shows the wrong value, and the value of a URL holds a password.
@@ -232,7 +234,7 @@ def test_publisher_hides_the_password_of_a_wrong_url(run: str, url: Any) -> None
     assert "secret" not in str(error.value)
 
 
-@pytest.mark.parametrize("reason", NOT_A_TEXT[:5], ids=shown)
+@pytest.mark.parametrize("reason", NOT_A_TEXT[:5], ids=quoted)
 def test_abandon_refuses_a_reason_that_is_no_text(store: Store, run: str, reason: Any) -> None:
     with (
         Publisher(store.url, run) as publisher,
@@ -245,7 +247,7 @@ def test_abandon_refuses_a_reason_that_is_no_text(store: Store, run: str, reason
     assert not has_ended
 
 
-@pytest.mark.parametrize("sample", [None, "0", [], 1.0, True, -1, 2, ENDLESS], ids=shown)
+@pytest.mark.parametrize("sample", [None, "0", [], 1.0, True, -1, 2, ENDLESS], ids=quoted)
 def test_group_writer_refuses_a_sample_that_is_no_number(
     store: Store, run: str, sample: Any
 ) -> None:

@@ -19,7 +19,7 @@ from testkit.sent_calls import SESSION_RUN, Sent
 from turnstream.errors import NotReadyError
 from turnstream.wire.v1 import calls_pb2 as wire
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.gateway.rest.generators import calls
+from turnstream_server.gateway.rest.generators import route
 from turnstream_server.tls import Tls
 
 _numbers = itertools.count(1)
@@ -88,13 +88,13 @@ def new_name() -> str:
 def _recording(patch: pytest.MonkeyPatch) -> list[wire.Calls]:
     """Return the bodies that gateways of this process read from now on."""
     bodies: list[wire.Calls] = []
-    read = calls.read_calls
+    read = route.read_calls
 
     def recording(body: bytes, key: Any) -> Any:
         bodies.append(wire.Calls.FromString(body))
         return read(body, key)
 
-    patch.setattr(calls, "read_calls", recording)
+    patch.setattr(route, "read_calls", recording)
     return bodies
 
 

@@ -22,7 +22,7 @@ from turnstream.http.wire_version import HEADER
 from turnstream.store.client.scripts import Script
 from turnstream.wire.v1 import calls_pb2 as wire
 from turnstream.wire.v1 import records_pb2
-from turnstream_server.gateway.rest.generators import calls, links
+from turnstream_server.gateway.rest.generators import links, route
 
 pytestmark = pytest.mark.redis
 
@@ -87,7 +87,7 @@ def test_sdk_takes_the_replies_of_a_later_gateway_with_other_scripts(
     monkeypatch.setattr(links, "_FIRST_WORDS", first_words(every))
     new_field = b"\xba\x06\x03new"
     monkeypatch.setattr(
-        calls, "Response", lambda body, **fields: Response(body + new_field, **fields)
+        route, "Response", lambda body, **fields: Response(body + new_field, **fields)
     )
     run = new_run(client)
 

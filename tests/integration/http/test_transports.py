@@ -56,7 +56,7 @@ def stored(client: redis.Redis, run: str) -> dict[str, Any]:
         "events": [fields for _, fields in events],
         "payload": payload,
         "groups": client.hgetall(names.groups),
-        "held": client.hgetall(names.held),
+        "held": client.hgetall(names.payload_bytes),
         "budget": client.hgetall(names.budget),
         "rewards": client.hgetall(names.rewards),
         "prompts": client.hgetall(names.prompts),

@@ -33,11 +33,11 @@ from turnstream.store.client.connection import connect_async
 from turnstream.wire.v1 import batches_pb2, operations_pb2
 from turnstream.worker import BatchStream, ObserverStream
 from turnstream.worker.operation_pulls import OperationPuller
-from turnstream_server.commands.contents import CreateModel
-from turnstream_server.commands.models import ModelRecord, create_model
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.keys.records import KeyLimits, owner_of
 from turnstream_server.keys.store import create_key, revoke_key
+from turnstream_server.operations.contents import CreateModel
+from turnstream_server.operations.models import ModelRecord, create_model
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]
 

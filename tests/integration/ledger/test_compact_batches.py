@@ -26,12 +26,14 @@ async def test_a_folded_batch_leaves_its_names_and_a_fingerprint_of_each_group(
 ) -> None:
     await released.compact(1)
 
-    ledger, groups, past = [await released.hash_of(name) for name in ("ledger", "groups", "past")]
+    ledger, groups, past = [
+        await released.hash_of(name) for name in ("ledger", "groups", "finished_batches")
+    ]
     assert not any(name.startswith(b"g1") for name in (*ledger, *groups))
     batch = decode_batch(past[b"1"])
     assert (batch.manifest_hash, batch.step) == (released.manifests[1].hash, 1)
     assert batch.trajectories == (TrajectoryKey("g1", 0), TrajectoryKey("g1", 1))
-    assert await released.hash_of("over") == fingerprints("g1")
+    assert await released.hash_of("finished_groups") == fingerprints("g1")
     assert await released.client.xlen(released.keys.plan) == 3
     released.ledger().check()
 
@@ -90,7 +92,7 @@ async def test_no_name_of_ten_thousand_is_forgotten_and_no_other_refused(run: An
     for number in range(100):
         await run.open(f"visit {10_000 + number}")
 
-    over = await run.hash_of("over")
+    over = await run.hash_of("finished_groups")
     packed = b"".join(over.values())
     fingerprints = {packed[start : start + 8] for start in range(0, len(packed), 8)}
     expected = {hashlib.sha1(keys.encode_name(name).encode()).digest()[:8] for name in names}

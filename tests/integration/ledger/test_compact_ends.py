@@ -54,8 +54,8 @@ async def test_compact_ends_leave_counts_of_their_reasons_and_fingerprints(run: 
     assert await run.hash_of("reasons") == {b"filtered:why": b"2", b"incomplete:why": b"1"}
     assert await run.hash_of("ledger") == {b"b/1/0": b"incomplete:why"}
     assert await run.hash_of("groups") == {}
-    assert num_finished(await run.hash_of("over")) == 2
-    (record,) = (await run.hash_of("ended")).values()
+    assert num_finished(await run.hash_of("finished_groups")) == 2
+    (record,) = (await run.hash_of("untrained")).values()
     members = ("a", 0), ("a", 1), ("b", 0)
     assert [*decode_ends(record)] == [TrajectoryKey(*each) for each in members]
     run.ledger().check()
@@ -71,7 +71,10 @@ async def test_an_evaluation_that_has_ended_is_folded_with_its_members(run: Any)
     await run.fold_ends("e/0/0", "e/1/0")
 
     assert (await run.hash_of("reasons"))[b"evaluated:part of an evaluation"] == b"1"
-    assert (await run.hash_of("groups"), num_finished(await run.hash_of("over"))) == ({}, 1)
+    assert (await run.hash_of("groups"), num_finished(await run.hash_of("finished_groups"))) == (
+        {},
+        1,
+    )
 
 
 async def test_dead_letter_is_folded_once_it_is_discarded(run: Any) -> None:

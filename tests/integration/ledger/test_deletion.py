@@ -66,7 +66,7 @@ async def test_every_kind_of_key_goes_and_other_runs_stay_as_they_are(run: Any) 
     RunDriver(client, name).fill(num_samples=2)
     await run.commit(await run.start("s"), 1)
     for part, key in run.keys._asdict().items():
-        if part not in ("deleted", "doomed") and not client.exists(key):
+        if part not in ("deleted", "deleting") and not client.exists(key):
             command, *words = WRITES[declared_type(key) or ""]
             client.execute_command(command, key, *words)
     other = f"{name}-other"

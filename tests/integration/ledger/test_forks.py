@@ -21,9 +21,9 @@ from turnstream.store.client import keys
 from turnstream.store.run.configs import read_config, read_revisions, revise_config
 from turnstream.store.run.runs import list_runs, newest_version
 from turnstream.types import ConfigRevised, RecoveryToken, TrajectoryState, VersionAnnounced
+from turnstream_server.console.batches import read_batch
+from turnstream_server.console.ledger import read_run_ledger
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.jobs.batches import read_batch
-from turnstream_server.jobs.ledger import read_run_ledger
 from turnstream_server.ledger.admin.deletion import delete_run
 from turnstream_server.ledger.admin.forks import fork_run, token_of_step
 from turnstream_server.ledger.core.frontier import read_frontier

@@ -59,7 +59,7 @@ async def test_freed_capacity_or_bytes_of_a_group_wake_who_waits(run: Any, how: 
         await run.carry_out(GroupCut(group_id="a", reason="enough"))
 
     assert await run.last_wake_up() != before
-    assert b"a/2/0" not in await run.hash_of("held")
+    assert b"a/2/0" not in await run.hash_of("payload_bytes")
 
 
 async def test_a_dead_trajectory_is_set_aside_and_told_to_the_plan_once(run: Any) -> None:

@@ -9,7 +9,7 @@ from testkit import sealed, turn
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator.encode.encoder import TrajectoryDraft
 from turnstream.generator.outbox.outbox import Outbox
-from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.receipts import PendingWrite
 from turnstream.generator.transport.redis_transport import num_replies, pack_round, parse_replies
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
@@ -215,7 +215,7 @@ async def test_late_turn_writes_nothing_and_its_writer_gets_an_error(run: Any, s
     outbox = Outbox(run.name, "w", jitter=lambda: 0.0, keep_s=0.0, **limits)
     link = Link(server.url)
     opened = GroupOpened(group_id="g", prompt_uid="", num_samples=1)
-    (lane,) = outbox.admissions.request(opened, [KEY])
+    (queue,) = outbox.admissions.request(opened, [KEY])
     for now_s in (0.0, 1.0):  # it opens, and has its lease renewed
         await send_all(outbox, link, now_s=now_s)
     payload = keys.trajectory_keys(run.name, "g/0/0")
@@ -224,8 +224,8 @@ async def test_late_turn_writes_nothing_and_its_writer_gets_an_error(run: Any, s
     await abandon_lapsed(run.term, until_ms=1)
     await run.release("g/0/0", abandoned={"g/0/0"})
     await run.client.delete(payload.meta)  # as it expires by itself some time later
-    written = Delivery()
-    outbox.append(lane, TrajectoryDraft(KEY).add(turn("a", "B")), written)
+    written = PendingWrite()
+    outbox.append(queue, TrajectoryDraft(KEY).add(turn("a", "B")), written)
     await send_all(outbox, link, now_s=10_000.0)
     link.close()
 

@@ -172,7 +172,7 @@ async def test_more_payload_than_one_call_takes_is_deleted_and_released(run: Any
         for trajectory_id in ids
     ]
     assert metas == [{b"released": b"over"}] * 300
-    assert await run.hash_of("held") == {}
+    assert await run.hash_of("payload_bytes") == {}
     assert run.held().held == 0
 
 
@@ -242,7 +242,7 @@ async def test_bytes_stay_held_if_their_payload_could_not_be_removed(run: Any) -
         await run.release("a/0/0")
 
     await run.client.delete(meta)
-    assert b"a/0/0" in await run.hash_of("held")
+    assert b"a/0/0" in await run.hash_of("payload_bytes")
 
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"

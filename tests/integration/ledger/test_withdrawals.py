@@ -69,7 +69,7 @@ async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(run: Any) 
     await run.commit(session, 1)
     await run.client.hset(run.keys.frontier, "session_ms", began_ms := b"7")
     held = {"g3/0/0": 7, "g3/1/0": 11, "g4/0/0": 13, "g4/1/0": 17}
-    await run.client.hset(run.keys.held, mapping=held)
+    await run.client.hset(run.keys.payload_bytes, mapping=held)
     before = await run.hash_of("budget")
 
     await withdraw(run, 3)
@@ -99,7 +99,7 @@ async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(run: Any) 
     budget = await run.hash_of("budget")
     moved = int(budget[b"stored"]) - int(before.get(b"stored", 0))
     assert moved == int(before[b"planned"]) - int(budget[b"planned"]) == 7 + 11 + 13 + 17
-    assert (await run.hash_of("letters"))[b"g3/0/0"].endswith(b":7")
+    assert (await run.hash_of("dead_letters"))[b"g3/0/0"].endswith(b":7")
     assert (await run.hash_of("counts"))[b"dead_bytes"] == b"7"
     snapshot = await run.client.hgetall(run.keys.snapshot)
     assert (snapshot[b"position"], snapshot[b"step"]) == (b"7-1", b"2")

@@ -31,12 +31,12 @@ from turnstream_server.batcher.serving.requests import (
     MAX_STEP,
     MAX_WORKER_RANKS,
 )
-from turnstream_server.commands.contents import CreateModel
-from turnstream_server.commands.log import MAX_SHARED, ModelLog, submit
-from turnstream_server.commands.models import ModelRecord, create_model
-from turnstream_server.commands.operation_records import encode_operation
-from turnstream_server.commands.results import Failure
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.operations.contents import CreateModel
+from turnstream_server.operations.log import MAX_SHARED, ModelLog, submit
+from turnstream_server.operations.models import ModelRecord, create_model
+from turnstream_server.operations.operation_records import encode_operation
+from turnstream_server.operations.results import Failure
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -27,7 +27,7 @@ from testkit.ingest import IngestClient
 from testkit.stores import RunReader
 from turnstream.types import TrajectoryKey
 from turnstream.wire.v1 import batches_pb2 as wire
-from turnstream_server.batcher.serving.calls import RunningCalls
+from turnstream_server.batcher.serving.running_calls import RunningCalls
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway.observing import ObservedApp
 from turnstream_server.gateway.rest.runs import events

@@ -12,7 +12,7 @@ import pytest
 
 import turnstream
 from testkit.compose import FILE, REPOSITORY, VARIABLE, compose_file, defaults
-from turnstream_server.jobs.stack import ALLOCATOR_OF_BUFFERS
+from turnstream_server.launch.stack import ALLOCATOR_OF_BUFFERS
 from turnstream_server.settings import Settings
 from turnstream_server.telemetry.tracing import VARIABLES as TRACES
 

@@ -37,8 +37,8 @@ SCRIPTS: Final = {
     ),
     "gateway": (*PUBLISHING, f"{STORE}/waits", f"{BUS}/admin", f"{BUS}/queries", KEYS),
     "operator": (*PUBLISHING, f"{STORE}/waits", f"{BUS}/admin", f"{BUS}/queries", KEYS),
-    "engine": ("services/turnstream_server/commands",),
-    "gateway of hosted models": ("services/turnstream_server/commands",),
+    "engine": ("services/turnstream_server/operations",),
+    "gateway of hosted models": ("services/turnstream_server/operations",),
 }
 """Folders of the scripts that each user calls. Only batchers call `register_batcher`."""
 

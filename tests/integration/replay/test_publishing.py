@@ -16,13 +16,13 @@ from turnstream.records.events import decode_event
 from turnstream.records.turns import decode_turn
 from turnstream.store.client import keys
 from turnstream.types import SealedTrajectory, Status, TrajectoryKey, TrajectoryState
+from turnstream_server.console.summary import RunHistory
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.generators.chat import ChatTokenizer
 from turnstream_server.generators.config import ReplayConfig
 from turnstream_server.generators.recordings import read_groups
 from turnstream_server.generators.replay import run_replay
-from turnstream_server.jobs.job import write_policy
-from turnstream_server.jobs.summary import RunHistory
+from turnstream_server.launch.job import write_policy
 from turnstream_server.ledger.queries.ledger import read_ledger
 from turnstream_server.models.spec import SmallModelSpec
 

@@ -23,12 +23,12 @@ from turnstream.store.run.tasks import Prompt
 from turnstream_server.batcher.assembly import assembler
 from turnstream_server.batcher.assembly.assembler import read_share
 from turnstream_server.batcher.planner.snapshotting import Upkeep
+from turnstream_server.console.batches import read_batch, write_batch
+from turnstream_server.console.ledger import read_run_ledger, read_trajectory
+from turnstream_server.console.plots import read_metrics
+from turnstream_server.console.runs import read_run
+from turnstream_server.console.status import read_reasons, read_status
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.jobs.batches import read_batch, write_batch
-from turnstream_server.jobs.ledger import read_run_ledger, read_trajectory
-from turnstream_server.jobs.plots import read_metrics
-from turnstream_server.jobs.runs import read_run
-from turnstream_server.jobs.status import read_reasons, read_status
 from turnstream_server.ledger.queries import batch_facts
 
 _numbers = itertools.count(1)

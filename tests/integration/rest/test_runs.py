@@ -23,8 +23,8 @@ from turnstream.store.client import keys
 from turnstream.store.run.configs import read_config
 from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream.types import TrajectoryKey
+from turnstream_server.console.runs import read_run, read_runs
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.jobs.runs import read_run, read_runs
 from turnstream_server.keys.store import create_key
 
 _numbers = itertools.count(1)

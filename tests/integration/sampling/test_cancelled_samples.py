@@ -15,8 +15,8 @@ import redis
 from testkit import gateways, wait_until
 from testkit.gateway_thread import GatewayThread
 from testkit.sampling import ModelFolders, SamplingClient
-from turnstream_server.commands.bases import BaseModel, register_base
 from turnstream_server.models.continuous_batch import ContinuousBatch
+from turnstream_server.operations.bases import BaseModel, register_base
 from turnstream_server.sampling import loop
 from turnstream_server.sampling.snapshots import Snapshots
 

@@ -13,8 +13,6 @@ import redis
 
 from testkit import wait_until
 from testkit.sampling import ModelFolders, Sampled, SamplingClient
-from turnstream_server.commands.keys import sampler_keys, samples_key, session_keys
-from turnstream_server.commands.samplers import SampleRequest
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.models.byte_model import byte_tokenizer
 from turnstream_server.models.sampling_params import (
@@ -23,6 +21,8 @@ from turnstream_server.models.sampling_params import (
     SamplingParams,
     StopReason,
 )
+from turnstream_server.operations.keys import sampler_keys, samples_key, session_keys
+from turnstream_server.operations.samplers import SampleRequest
 from turnstream_server.sampling import loop
 from turnstream_server.sampling.snapshots import Snapshots
 

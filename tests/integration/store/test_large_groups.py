@@ -48,7 +48,11 @@ def test_largest_group_opens_whole_with_all_samples(drive: Drive) -> None:
 
     assert epochs == [1] * LARGEST_GROUP
     assert run.counts() == {"accepted": LARGEST_GROUP, "open": LARGEST_GROUP}
-    assert run.client.zcard(run.keys.leases) == run.client.hlen(run.keys.held) == LARGEST_GROUP
+    assert (
+        run.client.zcard(run.keys.leases)
+        == run.client.hlen(run.keys.payload_bytes)
+        == LARGEST_GROUP
+    )
 
 
 def test_many_seals_posted_at_once_count_whole(drive: Drive) -> None:

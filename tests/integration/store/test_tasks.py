@@ -122,7 +122,7 @@ def test_offered_task_whose_group_failed_since_is_not_opened(run: RunDriver) -> 
     offer = take(run).task
     run.client.hset(run.keys.groups, "a%231", "2:incomplete")
     run.client.hdel(run.keys.tasks, "a%231")
-    run.client.zadd(run.keys.again, {"1": 1})
+    run.client.zadd(run.keys.retry, {"1": 1})
 
     late = open_offer(run, offer, "v")
 
@@ -185,7 +185,9 @@ def test_group_without_admission_uses_no_prompt(drive: Drive) -> None:
 def test_task_of_a_prompt_with_many_visits_reads_few_names(run: RunDriver) -> None:
     # Each finished visit was looked up: a prompt with 20,000 of them stopped the store for 157 ms.
     add_prompts(run.client, run.name, [prompt("a")])
-    run.client.hset(run.keys.over, mapping=fingerprints(f"a%23{n}" for n in range(1, 20_001)))
+    run.client.hset(
+        run.keys.finished_groups, mapping=fingerprints(f"a%23{n}" for n in range(1, 20_001))
+    )
     run.do(next_task_command(run.name))
     run.client.config_resetstat()
 
@@ -229,7 +231,7 @@ def test_tasks_are_passed_over_in_order_and_from_the_first_again(drive: Drive) -
     add_prompts(run.client, run.name, [prompt(each) for each in "abcd"])
     for _ in range(2):
         take(run)
-    run.client.zadd(run.keys.again, {"1": 1})
+    run.client.zadd(run.keys.retry, {"1": 1})
 
     names = [offered(run, num_passed=n).group.group_id for n in range(4)]
     for n in (2, 1):
@@ -262,7 +264,7 @@ def test_prompt_far_after_the_newest_given_one_is_refused(run: RunDriver) -> Non
 
     assert run.ledger() == {}
     assert open_offer(run, near, "w").epochs
-    assert run.client.zcard(run.keys.again) == 9_999
+    assert run.client.zcard(run.keys.retry) == 9_999
 
 
 def test_a_name_that_was_used_is_not_used_again(run: RunDriver) -> None:

@@ -14,7 +14,7 @@ from turnstream.errors import InvalidConfigError, InvalidTurnError
 from turnstream.generator import Prompt, add_prompts, post_reward
 from turnstream.store.run.tasks import read_prompt_counts
 from turnstream.types import TrajectoryKey
-from turnstream.types.names import shown
+from turnstream.types.names import quoted
 
 pytestmark = pytest.mark.redis
 
@@ -49,7 +49,7 @@ def run(client: redis.Redis, new_run: NewRun) -> str:
     return new_run(client)
 
 
-@pytest.mark.parametrize("reward", NOT_A_NUMBER, ids=shown)
+@pytest.mark.parametrize("reward", NOT_A_NUMBER, ids=quoted)
 def test_posted_reward_of_a_wrong_type_is_refused(
     client: redis.Redis, run: str, reward: Any
 ) -> None:
@@ -67,7 +67,7 @@ def test_posted_reward_of_a_wrong_type_is_refused(
         *[("prompts", {"prompts": [value]}) for value in [None, 5, "p", {}, ENDLESS]],
         *each("first", [*NOT_WHOLE[1:], 0]),
     ],
-    ids=shown,
+    ids=quoted,
 )
 def test_add_prompts_refuses_wrong_types_by_field_and_value(
     client: redis.Redis, run: str, field: str, given: dict[str, Any]
@@ -87,7 +87,7 @@ def test_add_prompts_refuses_wrong_types_by_field_and_value(
         *each("num_samples", [*NOT_WHOLE, 0]),
         *each("num_needed", NOT_WHOLE),
     ],
-    ids=shown,
+    ids=quoted,
 )
 def test_prompt_refuses_wrong_types_by_field_and_value(field: str, given: dict[str, Any]) -> None:
     with pytest.raises(InvalidTurnError) as error:

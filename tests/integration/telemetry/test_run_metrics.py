@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import testkit
-from testkit.houses import House
+from testkit.clusters import Cluster
 from testkit.scrapes import Scrape, own_scrape
 from turnstream.store.client import keys
 from turnstream.store.run.runs import close_run
@@ -29,10 +29,10 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def house(server: EmbeddedServer) -> AsyncIterator[House]:
-    house = House(server.url)
-    yield house
-    await house.close()
+async def cluster(server: EmbeddedServer) -> AsyncIterator[Cluster]:
+    cluster = Cluster(server.url)
+    yield cluster
+    await cluster.close()
 
 
 async def scrape() -> Scrape:
@@ -49,10 +49,10 @@ def pair(name: str) -> Any:
     return testkit.group(name, *members)
 
 
-async def test_metrics_of_a_run_are_those_of_the_commands(house: House) -> None:
-    run, trainer = await house.started(pair("g0"), pair("g1"), pair("g2"), batch_groups=2)
-    await house.planned(run, 1)
-    house.open_group(run, "open", "open/0/0", num_samples=2)
+async def test_metrics_of_a_run_are_those_of_the_commands(cluster: Cluster) -> None:
+    run, trainer = await cluster.started(pair("g0"), pair("g1"), pair("g2"), batch_groups=2)
+    await cluster.planned(run, 1)
+    cluster.open_group(run, "open", "open/0/0", num_samples=2)
     await trainer.get(1)
 
     async def when_read() -> Scrape | None:
@@ -65,12 +65,12 @@ async def test_metrics_of_a_run_are_those_of_the_commands(house: House) -> None:
     states = {
         state: n for (name, state), n in found[f"{PREFIX}trajectories"].items() if name == run
     }
-    assert states == {str(k): float(n) for k, n in house.ledger(run).by_state.items()}
+    assert states == {str(k): float(n) for k, n in cluster.ledger(run).by_state.items()}
     assert found.value(f"{PREFIX}accepted_trajectories", run) == 7
     assert found.value(f"{PREFIX}ready_batches", run) == 1
     assert found.value(f"{PREFIX}ready_groups", run) == 1
     assert found.value(f"{PREFIX}waiting_groups", run) == 1
-    stored = read_plan(house.client, run, 1)
+    stored = read_plan(cluster.client, run, 1)
     assert stored is not None
     batch = numbers_of(stored.manifest)
     for name, value in (
@@ -81,24 +81,24 @@ async def test_metrics_of_a_run_are_those_of_the_commands(house: House) -> None:
         ("batch_tokens", batch.num_tokens),
     ):
         assert found.value(f"{PREFIX}{name}", run) == pytest.approx(value), name
-    budget = read_snapshot(house.client, run).budget
+    budget = read_snapshot(cluster.client, run).budget
     assert found.value(f"{PREFIX}run_bytes", "stored", run) == budget.stored > 0
     assert found.value(f"{PREFIX}store_bytes") > 0
     assert found.value(f"{PREFIX}store_up") == 1
 
 
-async def test_ingest_counts_each_trajectory_once_in_any_number_of_terms(house: House) -> None:
-    run = house.create_run(batch_groups=1)
-    await house.start_batcher(park_after_s=0.2)
-    await house.publish(run, pair("g0"))
-    await house.planned(run, 1)
+async def test_ingest_counts_each_trajectory_once_in_any_number_of_terms(cluster: Cluster) -> None:
+    run = cluster.create_run(batch_groups=1)
+    await cluster.start_batcher(park_after_s=0.2)
+    await cluster.publish(run, pair("g0"))
+    await cluster.planned(run, 1)
 
     def is_parked() -> bool:
-        return bool(house.client.hexists(keys.run_keys(run).leader, "parked"))
+        return bool(cluster.client.hexists(keys.run_keys(run).leader, "parked"))
 
     await testkit.wait_until_async(is_parked, describe="a parked run")
-    await house.publish(run, pair("g1"))
-    await house.planned(run, 2)
+    await cluster.publish(run, pair("g1"))
+    await cluster.planned(run, 2)
 
     found = await scrape()
 
@@ -108,28 +108,28 @@ async def test_ingest_counts_each_trajectory_once_in_any_number_of_terms(house: 
     assert found.value(f"{PREFIX}ingested_bytes_total", run) > 0
 
 
-async def test_wait_reasons_have_the_kinds_of_turnstream_why(house: House) -> None:
+async def test_wait_reasons_have_the_kinds_of_turnstream_why(cluster: Cluster) -> None:
     """The kinds that need no scan of the ledger."""
-    batcher = await house.start_batcher()
-    empty = house.create_run()
-    starved = house.create_run(batch_groups=2)
-    full = house.create_run(batch_groups=1, max_staleness=0, max_planned_ahead=0)
-    closed = house.create_run()
-    await house.publish(starved, pair("g0"))
-    await house.publish(full, pair("g0"))
-    await house.publish(closed, pair("g0"))
-    close_run(house.client, closed)
-    await house.planned(full, 1)
-    await house.planned(closed, 1)
-    await house.trainer(batcher, full).start()
-    house.open_group(starved, "open", "open/0/0", num_samples=1)
-    house.end_leases(starved, "open/0/0")
+    batcher = await cluster.start_batcher()
+    empty = cluster.create_run()
+    starved = cluster.create_run(batch_groups=2)
+    full = cluster.create_run(batch_groups=1, max_staleness=0, max_planned_ahead=0)
+    closed = cluster.create_run()
+    await cluster.publish(starved, pair("g0"))
+    await cluster.publish(full, pair("g0"))
+    await cluster.publish(closed, pair("g0"))
+    close_run(cluster.client, closed)
+    await cluster.planned(full, 1)
+    await cluster.planned(closed, 1)
+    await cluster.trainer(batcher, full).start()
+    cluster.open_group(starved, "open", "open/0/0", num_samples=1)
+    cluster.end_leases(starved, "open/0/0")
     runs = (empty, starved, full, closed)
 
     async def differing() -> dict[str, Any]:
         found = await scrape()
         shown = {
-            run: {str(each.kind) for each in reasons(read_snapshot(house.client, run))}
+            run: {str(each.kind) for each in reasons(read_snapshot(cluster.client, run))}
             for run in runs
         }
         return {
@@ -145,11 +145,11 @@ async def test_wait_reasons_have_the_kinds_of_turnstream_why(house: House) -> No
     assert "trainer_not_stepped" in kinds(found, full)
 
 
-async def test_staleness_is_the_age_of_the_oldest_token(house: House) -> None:
-    run, trainer = await house.started(batch_groups=1)
+async def test_staleness_is_the_age_of_the_oldest_token(cluster: Cluster) -> None:
+    run, trainer = await cluster.started(batch_groups=1)
     turn = testkit.turn("ab", "CD", version=3)
-    await house.publish(run, testkit.group("g", testkit.trajectory(turn, reward=1.0)))
-    await house.planned(run, 1)
+    await cluster.publish(run, testkit.group("g", testkit.trajectory(turn, reward=1.0)))
+    await cluster.planned(run, 1)
     before = await scrape()
     await trainer.announce_version(5, step=0)
 
@@ -158,12 +158,12 @@ async def test_staleness_is_the_age_of_the_oldest_token(house: House) -> None:
 
 
 async def test_a_read_has_a_limited_number_of_runs(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_metrics, "MAX_RUNS", 3)
     for _ in range(5):
-        house.create_run()
-    await house.start_batcher()
+        cluster.create_run()
+    await cluster.start_batcher()
 
     found = await scrape()
 
@@ -172,9 +172,9 @@ async def test_a_read_has_a_limited_number_of_runs(
 
 
 async def test_a_read_is_kept_for_some_seconds(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await house.started(batch_groups=1)
+    await cluster.started(batch_groups=1)
     monkeypatch.setattr(run_metrics, "FRESH_S", 60.0)
     read, num_reads = run_metrics.run_commands, 0
 
@@ -191,9 +191,9 @@ async def test_a_read_is_kept_for_some_seconds(
 
 
 async def test_a_store_that_is_away_leaves_the_other_metrics(
-    server: EmbeddedServer, house: House
+    server: EmbeddedServer, cluster: Cluster
 ) -> None:
-    await house.started(batch_groups=1)
+    await cluster.started(batch_groups=1)
     assert (await scrape()).value(f"{PREFIX}store_up") == 1
     server.kill()
 

@@ -172,7 +172,7 @@ def test_trainer_killed_before_a_push_pushes_the_newest_version_after_its_restar
     with serving(double.app()) as url:
         config = _config(batcher, run, tmp_path, push=[f"vllm={url}"])
         with monkeypatch.context() as patched:
-            patched.setattr(publishing, "reach", _dying_at("publish.before_push", count=4))
+            patched.setattr(publishing, "failpoint", _dying_at("publish.before_push", count=4))
             with pytest.raises(_KilledError):
                 train(config)
         before = (newest_version(client, run), double.weight_version)
@@ -308,7 +308,7 @@ class _KilledError(BaseException):
 
 
 def _dying_at(name: str, *, count: int) -> Callable[[str], None]:
-    """`reach`, but the process ends when it is at a place for the n-th time."""
+    """`failpoint`, but the process ends when it is at a place for the n-th time."""
     passes = itertools.count(1)
 
     def reach_or_die(reached: str) -> None:

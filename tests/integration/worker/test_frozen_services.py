@@ -26,7 +26,7 @@ from turnstream.store.client.addresses import address_of
 from turnstream.store.run.runs import create_run
 from turnstream.store.waits.awaited import store_away
 from turnstream.worker import BatchStream, ObserverStream
-from turnstream_server.batcher.serving import calls
+from turnstream_server.batcher.serving import running_calls
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]
@@ -94,7 +94,7 @@ def test_waits_of_a_trainer_name_a_silent_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The batcher answers long before the trainer reports it as silent.
-    monkeypatch.setattr(calls, "_ANSWER_SHARE", 0.6)
+    monkeypatch.setattr(running_calls, "_ANSWER_SHARE", 0.6)
     target = start_batcher().target
     with retried(lambda: BatchStream(target, RUN, timeout_s=TIMEOUT_S)) as stream:
         retried(lambda: next(stream))

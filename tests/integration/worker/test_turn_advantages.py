@@ -12,7 +12,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.run.runs import create_run
 from turnstream.worker import BatchStream
-from turnstream_server.jobs.batches import read_batch
+from turnstream_server.console.batches import read_batch
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

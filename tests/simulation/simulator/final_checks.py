@@ -117,7 +117,7 @@ def _nothing_came_back(writes: RunWrites, states: dict[str, str]) -> Violations:
 def states_of(writes: RunWrites) -> dict[str, str]:
     """Every trajectory with its state, from the ledger, the plans and the compact records."""
     states = {name: f"planned:{step}" for name, step in writes.step_of.items()}
-    for record in writes.hash("ended").values():
+    for record in writes.hash("untrained").values():
         for key, end in decode_ends(record).items():
             if (name := keys.trajectory_id(key)) in states:
                 writes.world.fail(f"{name} is {states[name]} and {end}")

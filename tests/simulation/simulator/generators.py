@@ -64,10 +64,12 @@ class Generator:
         Once it has, later writes do not matter.
         """
         outbox = self._publisher._outbox
-        queues, sent = outbox._queues, outbox._round
-        if queues.has_calls or not (sent is None or sent.is_heartbeat):
+        send_queues, sent = outbox._queues, outbox._round
+        if send_queues.has_calls or not (sent is None or sent.is_heartbeat):
             return False
-        waiting = [keys.trajectory_id(lane.key) for each in queues.waiting for lane in each.lanes]
+        waiting = [
+            keys.trajectory_id(queue.key) for each in send_queues.waiting for queue in each.queues
+        ]
         if not self._history.acknowledged.isdisjoint(waiting):
             return False  # a group without admission may only wait if it was never open
         knows_start = outbox._process == self._world.store.run_id.decode()
@@ -203,8 +205,8 @@ class Generator:
         except TurnstreamError:
             self.started.discard(key)
             raise
-        lane = writer._lane
-        is_next = lane is not None and lane.epoch == epoch + 1
+        queue = writer._queue
+        is_next = queue is not None and queue.epoch == epoch + 1
         if is_next and self._world.must_keep_leases(writer_name):
             self._world.fail(f"{writer_name} runs, and lost {key.trajectory_id} to {own_name}")
         await self._episode(writer)

@@ -47,7 +47,7 @@ def _leases_hold(writes: RunWrites) -> Violations:
 
 def _bytes_add_up(writes: RunWrites) -> Violations:
     """Bytes are held for open or stored payload, and their sums are correct."""
-    ledger, groups, held = (writes.hash(name) for name in ("ledger", "groups", "held"))
+    ledger, groups, held = (writes.hash(name) for name in ("ledger", "groups", "payload_bytes"))
     sums = Counter[str]()
     for name, size in held.items():
         entry = ledger.get(name)
@@ -66,7 +66,7 @@ def _bytes_add_up(writes: RunWrites) -> Violations:
 
 def _groups_are_counted(writes: RunWrites) -> Violations:
     frontier, groups = writes.hash("frontier"), writes.hash("groups")
-    over = len(b"".join(writes.hash("over").values())) // 8
+    over = len(b"".join(writes.hash("finished_groups").values())) // 8
     opened = int(frontier[b"opened_groups"]) + len(writes.evals)
     if opened != len(groups) + over:
         yield f"{opened} groups were opened: {len(groups)} and {over}"
@@ -91,7 +91,7 @@ def _groups_are_counted(writes: RunWrites) -> Violations:
 def _prompts_are_counted(writes: RunWrites, groups: dict[bytes, bytes]) -> Violations:
     """Each prompt is left, given out as a group that may be trained, or done."""
     prompts = writes.hash("prompts")
-    again: Any = writes.value("again")
+    again: Any = writes.value("retry")
     waiting: set[bytes] = set() if again is None else set(again.scores)
     tasks = writes.hash("tasks")
     added, last, done = (int(prompts.get(n, 0)) for n in (b"added", b"next", b"done"))

@@ -10,7 +10,7 @@ from testkit.scripts import script
 from testkit.worst_calls.store import NAME, Build, LimitStore, ids_of, worst
 from turnstream.batching.config.values import LARGEST_GROUP
 from turnstream.generator.encode.checks import MAX_RECORD_BYTES
-from turnstream.generator.outbox.calls import MAX_ROUND_BYTES, MAX_ROUND_TURNS
+from turnstream.generator.outbox.rounds import MAX_ROUND_BYTES, MAX_ROUND_TURNS
 from turnstream.records.configs import encode_config
 from turnstream.records.events import MAX_EVENT_BYTES
 from turnstream.store.client.scripts import Command
@@ -54,7 +54,7 @@ def opened(store: LimitStore, ids: Sequence[str], *, writer: str = NAME) -> None
     """Write open trajectories, with leases that have ended and reservations."""
     store.fill(store.keys.ledger, ((each, f"open:1:{writer}") for each in ids))
     store.score(store.keys.leases, ((each, 1) for each in ids))
-    store.fill(store.keys.held, ((each, "r70000") for each in ids))
+    store.fill(store.keys.payload_bytes, ((each, "r70000") for each in ids))
 
 
 @worst(WORST)
@@ -84,7 +84,7 @@ def next_task(store: LimitStore) -> list[Command]:
     """A prompt with the largest payload and many visits; refills that another caller takes."""
     prompt = Prompt(prompt_uid=NAME[:490], payload=b"p" * MAX_PAYLOAD_BYTES, num_samples=1)
     tasks.add_prompts(store.client, store.run, [prompt])
-    store.fill(store.keys.over, ((f"{number:03x}", BUCKET) for number in range(4096)))
+    store.fill(store.keys.finished_groups, ((f"{number:03x}", BUCKET) for number in range(4096)))
     visits = (f"{prompt.prompt_uid}%23{1 << power}" for power in range(20))
     store.fill(store.keys.groups, ((each, "1:evaluated") for each in visits))
     task = next_task_command(store.run, num_passed=MOST_PASSED)
@@ -148,7 +148,7 @@ def post_reward(store: LimitStore) -> list[Command]:
     store.fill(store.keys.ledger, [(HELD[0], "awaiting_reward:1")])
     digest = hashlib.sha1(b"over", usedforsecurity=False)
     bucket = [(digest.hexdigest()[:3], BUCKET + digest.digest()[:8])]
-    store.fill(store.keys.over, bucket)
+    store.fill(store.keys.finished_groups, bucket)
     record = b"r" * MAX_EVENT_BYTES
     where = "ledger counts rewards deadlines events conflicts frontier groups over"
     return [

@@ -91,7 +91,7 @@ def sealed_group(store: LimitStore, group: str, num_samples: int) -> GroupState:
     ids = ids_of(num_samples, group=group)
     store.fill(store.keys.groups, [(group, f"{num_samples}:open")])
     store.fill(store.keys.ledger, ((each, "sealed:1") for each in ids))
-    store.fill(store.keys.held, ((each, "70000") for each in ids))
+    store.fill(store.keys.payload_bytes, ((each, "70000") for each in ids))
     store.fill(store.keys.tasks, [(group, group)])
     store.score(store.keys.deadlines, [(f"group:{group}", 1)])
     attempts = [Attempt(each, b"sealed:1", b"70000") for each in ids]
@@ -103,7 +103,7 @@ def open_group(store: LimitStore, group: str, *, state: str, num_open: int) -> G
     ids = ids_of(LARGEST_GROUP, group=group)
     opened(store, ids[:num_open])
     store.fill(store.keys.groups, [(group, f"{LARGEST_GROUP}:{state}")])
-    store.client.hdel(store.keys.held, *ids)
+    store.client.hdel(store.keys.payload_bytes, *ids)
     entries = store.client.hmget(store.keys.ledger, ids)
     attempts = [Attempt(*each, None) for each in zip(ids, cast(Any, entries), strict=True)]
     return GroupState(group, b"%d:%s" % (LARGEST_GROUP, state.encode()), None, None, attempts)
@@ -162,7 +162,7 @@ def limited(store: LimitStore) -> Changes:
 def folded(store: LimitStore, names: list[str], *, are_groups: bool) -> Changes | None:
     """Names of a released step; `over` is as long as it gets."""
     entry = b"1:planned" if are_groups else b"planned:1"
-    store.fill(store.keys.over, ((f"{number:03x}", BUCKET) for number in range(4096)))
+    store.fill(store.keys.finished_groups, ((f"{number:03x}", BUCKET) for number in range(4096)))
     store.fill(store.keys.groups if are_groups else store.keys.ledger, ((n, entry) for n in names))
     store.fill(store.keys.frontier, [("released", 1)])
     return compact(Part(1, names, are_groups), [entry] * len(names), released=b"1")
@@ -182,7 +182,7 @@ def ended(store: LimitStore) -> Changes | None:
     """The most trajectories of one record, each with a reason and a group of its own."""
     groups = groups_of(COMPACT_SLICE)
     entries = {f"{each}/0/0": f"expired:{each}".encode() for each in groups}
-    store.fill(store.keys.over, ((f"{number:03x}", BUCKET) for number in range(4096)))
+    store.fill(store.keys.finished_groups, ((f"{number:03x}", BUCKET) for number in range(4096)))
     store.fill(store.keys.groups, ((each, "1:expired") for each in groups))
     store.fill(store.keys.ledger, entries.items())
     store.fill(store.keys.reasons, ((f"{n}{REASON}", 1) for n in range(700)))

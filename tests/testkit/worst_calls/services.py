@@ -10,13 +10,13 @@ from testkit.worst_calls.store import NAME, Build, LimitStore, worst
 from turnstream.store.client.keys import incarnation_key, run_keys
 from turnstream.store.client.scripts import Command
 from turnstream_server.batcher.serving.requests import MAX_DP_WORLD_SIZE
-from turnstream_server.commands.log import MAX_AHEAD, MAX_SHARED, MAX_SHARED_BYTES
 from turnstream_server.ledger.admin.forks import MAX_VERSIONS
 from turnstream_server.ledger.sessions.observers import (
     MOST_FORGOTTEN,
     MOST_OBSERVERS,
     MOST_OF_OWNER,
 )
+from turnstream_server.operations.log import MAX_AHEAD, MAX_SHARED, MAX_SHARED_BYTES
 
 WORST: Final[dict[str, Build]] = {}
 
@@ -134,8 +134,10 @@ def create_key(store: LimitStore) -> list[Command]:
     for number in range(5_000):
         record["name"] = f"{number:05}{name[5:]}"
         text = json.dumps(record, separators=(",", ":"))
-        store.client.hset(store.keys.past, f"{number:064}", text)
-    return [script("create_key")((store.keys.past,), HASH, "{}", name, f'"name":"{name}"')]
+        store.client.hset(store.keys.finished_batches, f"{number:064}", text)
+    return [
+        script("create_key")((store.keys.finished_batches,), HASH, "{}", name, f'"name":"{name}"')
+    ]
 
 
 MODEL: Final = "tm:{worst}:"

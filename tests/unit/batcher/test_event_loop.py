@@ -13,7 +13,7 @@ import pytest
 
 from turnstream.errors import UnavailableError
 from turnstream_server.batcher.planner.timekeeper import SteadyClock
-from turnstream_server.loops import first_of, repeat, repeat_until
+from turnstream_server.loops import first_result, repeat, repeat_until
 
 
 async def _give(number: int) -> int:
@@ -26,7 +26,7 @@ async def _fail() -> int:
 
 async def test_first_of_simultaneous_results_counts() -> None:
     # Which one counted was a matter of where they lay in memory.
-    found = {await first_of(*map(_give, range(5))) for _ in range(100)}
+    found = {await first_result(*map(_give, range(5))) for _ in range(100)}
 
     assert found == {0}
 
@@ -42,7 +42,7 @@ async def test_first_failure_is_raised_after_the_others_have_ended() -> None:
         return 0
 
     with pytest.raises(ValueError, match="failed"):
-        await first_of(wait_for_ever(), _fail())
+        await first_result(wait_for_ever(), _fail())
 
     assert has_ended.is_set()
 
@@ -61,7 +61,7 @@ async def test_second_cancellation_still_waits_for_the_others() -> None:
         has_ended.set()
         return 0
 
-    racing = asyncio.create_task(first_of(end_slowly()))
+    racing = asyncio.create_task(first_result(end_slowly()))
     await asyncio.sleep(0)
     racing.cancel()
     await is_ending.wait()

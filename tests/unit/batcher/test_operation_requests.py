@@ -15,7 +15,7 @@ from turnstream.wire.v1.operations_pb2 import (
 from turnstream.worker.operation_pulls import read_shares
 from turnstream_server.batcher.serving.get import data_messages
 from turnstream_server.batcher.serving.requests import MAX_DP_WORLD_SIZE, parse_request
-from turnstream_server.commands.log import MAX_SHARED
+from turnstream_server.operations.log import MAX_SHARED
 
 GOOD: dict[str, Any] = {
     "model_id": "S:train:0",

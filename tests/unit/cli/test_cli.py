@@ -24,10 +24,10 @@ GROUPS = {
     "key": ("create", "list", "revoke"),
     "serve": ("batcher", "trainer", "generator", "replayer"),
 }
-COMMANDS = [*TOP, *(f"{group} {name}" for group, names in GROUPS.items() for name in names)]
+OPERATIONS = [*TOP, *(f"{group} {name}" for group, names in GROUPS.items() for name in names)]
 READS_STORE = [
     *("status", "why", "text", "ledger", "batch", "evals", "archive", "plot"),
-    *(name for name in COMMANDS if name.startswith(("run ", "dead ", "key "))),
+    *(name for name in OPERATIONS if name.startswith(("run ", "dead ", "key "))),
 ]
 
 
@@ -43,7 +43,7 @@ def turnstream(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", OPERATIONS)
 def test_every_command_explains_itself(command: str) -> None:
     result = CliRunner().invoke(cli.app, [*command.split(), "--help"])
 

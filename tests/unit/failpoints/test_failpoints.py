@@ -15,10 +15,10 @@ from turnstream_server import failpoints
 
 PROGRAM = """
 import sys
-from turnstream_server.failpoints import arm, reach
+from turnstream_server.failpoints import arm, failpoint
 arm(sys.argv[1])
 for number in range(4):
-    reach("plan.before_write")
+    failpoint("plan.before_write")
     print("passed", number, flush=True)
 """
 
@@ -71,6 +71,8 @@ def test_every_declared_place_is_in_the_code_once() -> None:
     folder = Path(turnstream_server.__file__).parent
     texts = [path.read_text() for path in folder.rglob("*.py") if path.name != "failpoints.py"]
 
-    found = Counter(name for text in texts for name in re.findall(r'\breach\("([^"]*)"\)', text))
+    found = Counter(
+        name for text in texts for name in re.findall(r'\bfailpoint\("([^"]*)"\)', text)
+    )
 
     assert found == Counter(failpoints.NAMES)

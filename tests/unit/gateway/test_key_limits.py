@@ -9,12 +9,12 @@ from typing import Any
 import redis.asyncio
 from starlette.types import Message, Receive, Scope, Send
 
-from turnstream_server.commands.waiting import ResultWaiter
 from turnstream_server.gateway.config import GatewayOptions
 from turnstream_server.gateway.key_limits import LimitedApp
 from turnstream_server.gateway.polls import Polls
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.gateway.store_clients import StoreThreads
+from turnstream_server.operations.waiting import ResultWaiter
 
 _URL = "redis://127.0.0.1:1"  # no request reaches the store
 _HEADERS = [(b"host", b"localhost"), (b"content-type", b"application/json")]

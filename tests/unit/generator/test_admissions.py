@@ -8,12 +8,12 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
-from testkit.outboxes import OutboxDriver, driver_with_lane
+from testkit.outboxes import OutboxDriver, driver_with_queue
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import NotReadyError, WaitKind
-from turnstream.generator.outbox.calls import Round
-from turnstream.generator.outbox.receipts import Delivery
-from turnstream.generator.outbox.trajectory_queue import Lane
+from turnstream.generator.outbox.receipts import PendingWrite
+from turnstream.generator.outbox.rounds import Round
+from turnstream.generator.outbox.trajectory_queue import TrajectoryQueue
 from turnstream.generator.transport.redis_transport import num_replies
 from turnstream.records.configs import encode_config
 
@@ -39,35 +39,35 @@ def waits_reply() -> list[Any]:
     return [word for name, part in parts.items() for word in (name.encode(), part)]
 
 
-def kinds(opened: Delivery) -> list[str]:
+def kinds(opened: PendingWrite) -> list[str]:
     """The reasons with which a wait for admission ended, for programs."""
     (error,) = opened.errors.values()
     assert isinstance(error, NotReadyError)
     return [reason.kind for reason in error.reasons]
 
 
-def refused(**limits: Any) -> tuple[OutboxDriver, Lane, Delivery]:
+def refused(**limits: Any) -> tuple[OutboxDriver, TrajectoryQueue, PendingWrite]:
     """Return an outbox with a group that was refused, and waits for a minute."""
-    driver, opened = OutboxDriver(admission_timeout_s=60.0, **limits), Delivery()
-    (lane,) = driver.request(opened=opened)
+    driver, opened = OutboxDriver(admission_timeout_s=60.0, **limits), PendingWrite()
+    (queue,) = driver.request(opened=opened)
     driver.answer(ResponseError("WAIT [7-0] the planner sleeps"))
-    return driver, lane, opened
+    return driver, queue, opened
 
 
-def timed_out() -> tuple[OutboxDriver, Lane, Round]:
+def timed_out() -> tuple[OutboxDriver, TrajectoryQueue, Round]:
     """Return an outbox whose group timed out during its second request, and that request."""
-    driver, lane, _ = refused(timeout_s=600.0)
+    driver, queue, _ = refused(timeout_s=600.0)
     driver.outbox.admissions.woken()
     asked = driver.take_round()
     driver.now_s += 60.0
     driver.outbox.expire(driver.now_s)
-    return driver, lane, asked
+    return driver, queue, asked
 
 
 def test_turns_wait_until_their_trajectory_is_open() -> None:
     driver = OutboxDriver()
-    (lane,) = driver.request()
-    driver.append(lane)
+    (queue,) = driver.request()
+    driver.append(queue)
 
     first, second = driver.answer([1]), driver.answer(1)
 
@@ -78,12 +78,12 @@ def test_turns_wait_until_their_trajectory_is_open() -> None:
 
 
 def test_refused_group_waits_until_it_is_woken() -> None:
-    driver, lane = driver_with_lane()
-    opened = Delivery()
+    driver, queue = driver_with_queue()
+    opened = PendingWrite()
     driver.request(opened=opened)
 
     driver.answer(ResponseError("WAIT [7-0] no capacity"))
-    driver.append(lane)
+    driver.append(queue)
     payload = driver.answer(1)
     wake_id, nothing_to_send = driver.outbox.admissions.wake_id, driver.take() is None
     driver.outbox.admissions.woken()
@@ -158,7 +158,7 @@ def test_one_answer_serves_several_refused_groups() -> None:
 
 def test_short_admission_wait_reads_its_reasons_at_once() -> None:
     driver = OutboxDriver(admission_timeout_s=0.5)
-    opened = Delivery()
+    opened = PendingWrite()
     driver.request(opened=opened)
 
     driver.answer(ResponseError("WAIT [7-0] no capacity"))
@@ -172,7 +172,7 @@ def test_short_admission_wait_reads_its_reasons_at_once() -> None:
 
 def test_answer_from_before_a_wait_is_not_its_reason() -> None:
     driver = OutboxDriver(admission_timeout_s=60.0)
-    opened, later = Delivery(), Delivery()
+    opened, later = PendingWrite(), PendingWrite()
     driver.request(opened=opened)
     driver.answer(ResponseError("WAIT [7-0] no capacity"))
     driver.skip_pause()
@@ -206,12 +206,12 @@ def test_admitted_group_reads_no_wait_reasons() -> None:
 
 def test_group_abandoned_while_it_waits_is_not_requested_again() -> None:
     driver = OutboxDriver()
-    lanes = driver.request(2)
+    queues = driver.request(2)
     driver.answer(ResponseError("WAIT [7-0] no capacity"))
-    ends = [Delivery(), Delivery()]
+    ends = [PendingWrite(), PendingWrite()]
 
-    for lane, end in zip(lanes, ends, strict=True):
-        driver.outbox.abandon(lane, "bored", end=end)
+    for queue, end in zip(queues, ends, strict=True):
+        driver.outbox.abandon(queue, "bored", end=end)
 
     assert [end.is_done for end in ends] == [True, True]
     assert driver.outbox.is_idle
@@ -219,9 +219,9 @@ def test_group_abandoned_while_it_waits_is_not_requested_again() -> None:
 
 def test_group_abandoned_during_admission_is_abandoned_once_open() -> None:
     driver = OutboxDriver()
-    (lane,) = driver.request()
+    (queue,) = driver.request()
     asking = driver.take_round()
-    driver.outbox.abandon(lane, "bored", end=Delivery())
+    driver.outbox.abandon(queue, "bored", end=PendingWrite())
 
     loads = [b"sha"] * (num_replies(asking) - 1)
     driver.answered(asking, [*loads, [1]])
@@ -232,12 +232,12 @@ def test_group_abandoned_during_admission_is_abandoned_once_open() -> None:
 
 @pytest.mark.parametrize("answer", [[5], ResponseError("WAIT [8-0] no capacity")])
 def test_group_opened_after_its_wait_ended_is_abandoned(answer: Any) -> None:
-    driver, lane, asked = timed_out()
+    driver, queue, asked = timed_out()
 
     driver.answered(asked, [answer])
     sent = driver.take()
 
-    assert lane.error is not None
+    assert queue.error is not None
     assert driver.outbox.admissions.wake_id is None
     abandons = [] if sent is None else [(c.script.name, *c.args[:3]) for c in sent.commands]
     expected = ("abandon", "g/0/0", "5:w", "its wait for admission had ended")

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from redis.exceptions import ResponseError
 
-from testkit.outboxes import OutboxDriver, driver_with_lane
+from testkit.outboxes import OutboxDriver, driver_with_queue
 from turnstream.errors import FencedError, RunNotFoundError
-from turnstream.generator.outbox.calls import TargetRun
 from turnstream.generator.outbox.heartbeats import Heartbeats
-from turnstream.generator.outbox.trajectory_queue import Lane
+from turnstream.generator.outbox.rounds import TargetRun
+from turnstream.generator.outbox.trajectory_queue import TrajectoryQueue
 from turnstream.generator.transport.redis_transport import parse_replies
 from turnstream.types import TrajectoryKey
 
@@ -22,7 +22,7 @@ def heartbeats() -> Heartbeats:
 
 def test_leases_are_renewed_every_third_of_the_length_that_the_store_names() -> None:
     driver = OutboxDriver()
-    lanes = driver.open_lanes(2)
+    queues = driver.open_queues(2)
 
     sent: list[tuple[float, Any]] = []
     for _ in range(3):
@@ -32,14 +32,14 @@ def test_leases_are_renewed_every_third_of_the_length_that_the_store_names() -> 
 
     both = ("heartbeat", "g/0/0", "1:w", "g/1/0", "1:w")
     assert sent == [(0.1, both), (10.1, both), (20.1, both)]
-    assert [lane.error for lane in lanes] == [None, None]
+    assert [queue.error for queue in queues] == [None, None]
 
 
 def test_new_trajectory_reads_the_lease_length_soon() -> None:
     # The leases of the run had become shorter, and the next trajectory was abandoned.
     beats = heartbeats()
     first, second = (
-        Lane(TrajectoryKey("g", sample), f"g/{sample}/0", epoch=1) for sample in range(2)
+        TrajectoryQueue(TrajectoryKey("g", sample), f"g/{sample}/0", epoch=1) for sample in range(2)
     )
     beats.opened(first, now_s=0.0)
     beats.sent(0.1)
@@ -56,10 +56,10 @@ def test_new_trajectory_reads_the_lease_length_soon() -> None:
 
 
 def test_leases_are_renewed_beside_a_long_round() -> None:
-    driver, lane = driver_with_lane()
+    driver, queue = driver_with_queue()
     driver.skip_pause()
     driver.answer([30_000, b"OK"])
-    waiting = driver.append(lane)
+    waiting = driver.append(queue)
     alone = driver.outbox.next_beats(driver.now_s + 10.0)
     on_its_way = driver.take_round()
 
@@ -73,13 +73,13 @@ def test_leases_are_renewed_beside_a_long_round() -> None:
 
     assert alone is None
     assert waiting.is_done
-    driver.append(lane)  # not sent before the heartbeats that were refused
+    driver.append(queue)  # not sent before the heartbeats that were refused
     assert driver.script_names(driver.take_round()) == ["heartbeat"]
 
 
 def test_refused_beat_beside_a_round_changes_nothing() -> None:
-    driver, lane = driver_with_lane()
-    driver.append(lane)
+    driver, queue = driver_with_queue()
+    driver.append(queue)
     driver.take_round()
     driver.now_s += 1.0
 
@@ -88,14 +88,14 @@ def test_refused_beat_beside_a_round_changes_nothing() -> None:
     refused = [ResponseError("NOSCRIPT none of that name")]
     driver.outbox.beats_answered(parse_replies(beside, refused), sent_s=driver.now_s)
 
-    assert lane.error is None
+    assert queue.error is None
     assert driver.outbox.next_beats(driver.now_s + 1.0) is not None
 
 
 def test_a_publisher_with_nothing_open_sends_no_heartbeat() -> None:
-    driver, lane = driver_with_lane()
-    driver.append(lane)
-    driver.seal(lane)
+    driver, queue = driver_with_queue()
+    driver.append(queue)
+    driver.seal(queue)
     driver.answer(2)
     driver.answer([b"OK"])
 
@@ -107,7 +107,7 @@ def test_a_publisher_with_nothing_open_sends_no_heartbeat() -> None:
 
 def test_heartbeat_in_flight_does_not_delay_a_flush() -> None:
     driver = OutboxDriver()
-    driver.open_lanes()
+    driver.open_queues()
     driver.skip_pause()
 
     driver.take_round()
@@ -117,7 +117,7 @@ def test_heartbeat_in_flight_does_not_delay_a_flush() -> None:
 
 def test_lost_heartbeat_is_repeated_after_the_pause() -> None:
     driver = OutboxDriver()
-    driver.open_lanes()
+    driver.open_queues()
     driver.skip_pause()
 
     driver.lose_round()
@@ -132,7 +132,7 @@ def test_lost_heartbeat_is_repeated_after_the_pause() -> None:
 
 def test_lost_trajectory_names_its_owner_and_others_continue() -> None:
     driver = OutboxDriver()
-    one, other = driver.open_lanes(2)
+    one, other = driver.open_queues(2)
     driver.skip_pause()
     waiting = driver.append(one)
 
@@ -149,7 +149,7 @@ def test_lost_trajectory_names_its_owner_and_others_continue() -> None:
 def test_refused_heartbeat_of_a_deleted_run_fails_its_trajectories() -> None:
     # A generator that plays on for hours must not write into another run of the same name.
     driver = OutboxDriver()
-    one, ending = driver.open_lanes(2)
+    one, ending = driver.open_queues(2)
     driver.append(ending)
     driver.seal(ending)
     driver.skip_pause()
@@ -163,9 +163,9 @@ def test_refused_heartbeat_of_a_deleted_run_fails_its_trajectories() -> None:
 
 
 def test_trajectory_found_lost_by_a_turn_is_not_lost_twice() -> None:
-    driver, lane = driver_with_lane()
+    driver, queue = driver_with_queue()
     driver.skip_pause()
-    waiting = driver.append(lane)
+    waiting = driver.append(queue)
 
     driver.answer(
         ResponseError("FENCED epoch 2 writes, not 1"),
@@ -175,15 +175,15 @@ def test_trajectory_found_lost_by_a_turn_is_not_lost_twice() -> None:
     with pytest.raises(FencedError, match="epoch 2 writes"):
         waiting.raise_error()
     with pytest.raises(FencedError, match="epoch 2 writes"):
-        driver.append(lane)
+        driver.append(queue)
 
 
 def test_ending_trajectory_ignores_a_fenced_heartbeat() -> None:
     # The planner found the seal and posted it, before this publisher could: to the heartbeat, the
     # trajectory is not open any more.
-    driver, lane = driver_with_lane()
-    driver.append(lane)
-    end = driver.seal(lane)
+    driver, queue = driver_with_queue()
+    driver.append(queue)
+    end = driver.seal(queue)
     driver.now_s += 1.0
 
     driver.answer(2, [30_000, b"FENCED [sealed] g/0/0 is sealed: 1"])
@@ -197,14 +197,14 @@ def test_ending_trajectory_ignores_a_fenced_heartbeat() -> None:
 def test_more_leases_than_one_call_takes_travel_in_several() -> None:
     beats = heartbeats()
     key = TrajectoryKey("g", 0)
-    lanes = [Lane(key, f"{n}", epoch=1) for n in range(600)]
-    for lane in lanes:
-        beats.opened(lane, now_s=0.0)
+    queues = [TrajectoryQueue(key, f"{n}", epoch=1) for n in range(600)]
+    for queue in queues:
+        beats.opened(queue, now_s=0.0)
 
     names = [call.command.args[::2] for call in beats.take(1.0)]
 
     assert [len(each) for each in names] == [256, 256, 88]
-    assert [name for each in names for name in each] == [lane.trajectory_id for lane in lanes]
+    assert [name for each in names for name in each] == [queue.trajectory_id for queue in queues]
 
 
 def slept(driver: OutboxDriver, *, lease_s: float) -> None:
@@ -225,12 +225,12 @@ def slept(driver: OutboxDriver, *, lease_s: float) -> None:
 def test_publisher_renews_its_leases_first_after_a_sleep(state: str, why: str, ends: bool) -> None:
     # The trajectory was released so long ago that no script refused its turn. The turn created its
     # payload again, which was never released.
-    driver, lane = driver_with_lane()
+    driver, queue = driver_with_queue()
     slept(driver, lease_s=30.0)
 
-    waiting = driver.append(lane)
+    waiting = driver.append(queue)
     if ends:
-        driver.seal(lane)
+        driver.seal(queue)
     asked = driver.answer([30_000, f"FENCED [{state}] g/0/0 {why}".encode()])
 
     assert driver.script_names(asked) == ["heartbeat"]
@@ -240,9 +240,9 @@ def test_publisher_renews_its_leases_first_after_a_sleep(state: str, why: str, e
 
 
 def test_sleeper_that_lost_nothing_continues() -> None:
-    driver, lane = driver_with_lane()
+    driver, queue = driver_with_queue()
     slept(driver, lease_s=30.0)
-    waiting = driver.append(lane)
+    waiting = driver.append(queue)
 
     rounds = [driver.script_names(driver.answer(*answers)) for answers in ([[30_000, b"OK"]], [1])]
 
@@ -252,13 +252,13 @@ def test_sleeper_that_lost_nothing_continues() -> None:
 
 def test_late_answer_proves_nothing() -> None:
     # It slept while the answer was on its way.
-    driver, lane = driver_with_lane()
+    driver, queue = driver_with_queue()
     driver.skip_pause()
     sent = driver.take_round()
     driver.now_s += 100.0
     driver.answered(sent, [[30_000, b"OK"]])
 
-    driver.append(lane)
+    driver.append(queue)
 
     assert driver.script_names(driver.answer()) == ["heartbeat"]
 
@@ -266,13 +266,13 @@ def test_late_answer_proves_nothing() -> None:
 def test_ending_trajectory_ignores_a_heartbeat_after_its_release() -> None:
     # All of it may have been stored, and trained, before the answer was lost.
     driver = OutboxDriver()
-    lane = driver.open_with_turn()
+    queue = driver.open_with_turn()
     slept(driver, lease_s=30.0)
-    driver.append(lane, "C")
-    end = driver.seal(lane)
+    driver.append(queue, "C")
+    end = driver.seal(queue)
 
     driver.answer([30_000, b"FENCED [unknown] g/0/0 was never opened, or is released"])
 
-    assert lane.error is None
+    assert queue.error is None
     assert not end.errors
     assert driver.script_names(driver.answer(0)) == ["append"]

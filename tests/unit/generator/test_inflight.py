@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from redis.exceptions import ResponseError
 
-from testkit.outboxes import OutboxDriver, driver_with_lane
+from testkit.outboxes import OutboxDriver, driver_with_queue
 
 
 def test_capacity_is_counted_in_bytes_and_one_write_always_fits() -> None:
-    driver, lane = driver_with_lane(max_inflight_bytes=100)
+    driver, queue = driver_with_queue(max_inflight_bytes=100)
 
     before = (
         driver.outbox.inflight.has_capacity_for_turn(10**9),
         driver.outbox.inflight.has_capacity_for_group(10**9),
     )
-    driver.append(lane)
+    driver.append(queue)
     during = (
         driver.outbox.inflight.has_capacity_for_turn(100),
         driver.outbox.inflight.has_capacity_for_group(100),
@@ -27,8 +27,8 @@ def test_capacity_is_counted_in_bytes_and_one_write_always_fits() -> None:
 
 def test_waiting_groups_take_no_space_from_open_trajectories() -> None:
     driver = OutboxDriver(max_inflight_bytes=100)
-    (lane,) = driver.request()
-    driver.append(lane)
+    (queue,) = driver.request()
+    driver.append(queue)
     driver.answer(ResponseError("WAIT [7-0] no capacity"))
 
     waiting = (

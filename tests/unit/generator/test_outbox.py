@@ -14,10 +14,10 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from testkit.outboxes import OutboxDriver, driver_with_lane
+from testkit.outboxes import OutboxDriver, driver_with_queue
 from turnstream.errors import ConflictError, StoreFullError, StoreUnavailableError
-from turnstream.generator.outbox.receipts import Delivery
-from turnstream.generator.outbox.trajectory_queue import Lane, Queues
+from turnstream.generator.outbox.receipts import PendingWrite
+from turnstream.generator.outbox.trajectory_queue import SendQueues, TrajectoryQueue
 from turnstream.generator.requests import SCRIPTS
 from turnstream.generator.transport.redis_transport import num_replies, pack_round
 from turnstream.store.client.backoff import FIRST_PAUSE_S
@@ -26,16 +26,16 @@ from turnstream.store.client.keys import trajectory_keys
 OOM = OutOfMemoryError("command not allowed")
 
 
-def payload_of(lane: Lane) -> tuple[str, ...]:
-    return trajectory_keys("r", lane.trajectory_id)
+def payload_of(queue: TrajectoryQueue) -> tuple[str, ...]:
+    return trajectory_keys("r", queue.trajectory_id)
 
 
 def test_one_round_is_on_its_way_at_a_time() -> None:
-    driver, lane = driver_with_lane()
-    driver.append(lane)
+    driver, queue = driver_with_queue()
+    driver.append(queue)
 
     driver.take_round()
-    driver.append(lane)
+    driver.append(queue)
 
     assert driver.take() is None
     assert not driver.outbox.is_idle
@@ -43,7 +43,7 @@ def test_one_round_is_on_its_way_at_a_time() -> None:
 
 def test_lost_calls_are_sent_again_first_and_in_order() -> None:
     driver = OutboxDriver()
-    one, other, third = driver.open_lanes(3)
+    one, other, third = driver.open_queues(3)
     driver.append(one)
     driver.append(other)
 
@@ -54,13 +54,13 @@ def test_lost_calls_are_sent_again_first_and_in_order() -> None:
     again = driver.take_round()
 
     assert lost.commands[0].keys == again.commands[0].keys
-    assert [c.keys for c in again.commands] == [payload_of(lane) for lane in (one, other, third)]
+    assert [c.keys for c in again.commands] == [payload_of(queue) for queue in (one, other, third)]
     assert driver.record_counts(again) == [2, 1, 1]
 
 
 def test_scripts_are_loaded_again_after_a_lost_connection() -> None:
-    driver, lane = driver_with_lane()
-    driver.append(lane)
+    driver, queue = driver_with_queue()
+    driver.append(queue)
 
     lost = driver.reconnect()
     again = driver.take_round()
@@ -72,8 +72,8 @@ def test_scripts_are_loaded_again_after_a_lost_connection() -> None:
 
 
 def test_unknown_script_is_loaded_at_once_but_only_once() -> None:
-    driver, lane = driver_with_lane()
-    driver.append(lane)
+    driver, queue = driver_with_queue()
+    driver.append(queue)
 
     driver.answer(NoScriptError("no script"))
     again = driver.answer(NoScriptError("no script"))
@@ -85,7 +85,7 @@ def test_unknown_script_is_loaded_at_once_but_only_once() -> None:
 
 def test_full_server_gets_the_refused_call_again_after_a_pause() -> None:
     driver = OutboxDriver()
-    one, other = driver.open_lanes(2)
+    one, other = driver.open_queues(2)
     receipts = [driver.append(one), driver.append(other)]
 
     driver.answer(1, OOM)
@@ -108,8 +108,8 @@ def test_round_is_one_write_if_the_store_may_sync_before_answers(
     sync: Any, is_grouped: bool
 ) -> None:
     driver = OutboxDriver()
-    for lane in driver.open_lanes(2, sync=sync):
-        driver.append(lane)
+    for queue in driver.open_queues(2, sync=sync):
+        driver.append(queue)
 
     sent = driver.take_round()
 
@@ -122,8 +122,8 @@ def test_round_is_one_write_if_the_store_may_sync_before_answers(
 
 
 def test_a_round_of_one_call_needs_no_group() -> None:
-    driver, lane = driver_with_lane(sync="always")
-    driver.append(lane)
+    driver, queue = driver_with_queue(sync="always")
+    driver.append(queue)
 
     sent = driver.take_round()
 
@@ -132,7 +132,7 @@ def test_a_round_of_one_call_needs_no_group() -> None:
 
 def test_calls_of_one_write_are_answered_one_by_one() -> None:
     driver = OutboxDriver()
-    one, other = driver.open_lanes(2, sync="always")
+    one, other = driver.open_queues(2, sync="always")
     receipts = [driver.append(one), driver.append(other)]
 
     driver.answer_group(b"QUEUED", b"QUEUED", executed=[1, ResponseError("CONFLICT turn 0")])
@@ -144,7 +144,7 @@ def test_calls_of_one_write_are_answered_one_by_one() -> None:
 
 def test_full_server_that_refused_one_write_gets_single_calls() -> None:
     driver = OutboxDriver()
-    one, other, third = driver.open_lanes(3, sync="always")
+    one, other, third = driver.open_queues(3, sync="always")
     driver.append(one)
     end = driver.seal(one)
     driver.answer(1)
@@ -173,7 +173,7 @@ def test_full_server_that_refused_one_write_gets_single_calls() -> None:
 
 def test_invalid_call_does_not_fail_the_others_of_its_write() -> None:
     driver = OutboxDriver()
-    one, other = driver.open_lanes(2, sync="always")
+    one, other = driver.open_queues(2, sync="always")
     receipts = [driver.append(one), driver.append(other)]
 
     driver.answer_group(
@@ -188,8 +188,8 @@ def test_invalid_call_does_not_fail_the_others_of_its_write() -> None:
 
 
 def test_nothing_accepted_fails_before_the_timeout() -> None:
-    driver, lane = driver_with_lane(timeout_s=10.0)
-    receipt = driver.append(lane)
+    driver, queue = driver_with_queue(timeout_s=10.0)
+    receipt = driver.append(queue)
 
     while driver.now_s < 110.0:
         assert not receipt.is_done
@@ -206,7 +206,7 @@ def test_nothing_accepted_fails_before_the_timeout() -> None:
 
 def test_a_round_is_bounded_but_takes_at_least_one_turn() -> None:
     driver = OutboxDriver(max_inflight_bytes=1 << 30)
-    one, other = driver.open_lanes(2)
+    one, other = driver.open_queues(2)
     for _ in range(3):
         driver.append(one, response="B" * 200_000)
     driver.seal(one)
@@ -222,15 +222,17 @@ def test_a_round_is_bounded_but_takes_at_least_one_turn() -> None:
 
 
 def test_call_has_a_thousand_turns_or_256_seals_at_most() -> None:
-    driver, lane = driver_with_lane()
+    driver, queue = driver_with_queue()
     for _ in range(1_001):
-        driver.append(lane)
-    queues = Queues()
+        driver.append(queue)
+    send_queues = SendQueues()
     for size in [1] * 300 + [400_000] * 4 + [2 << 20]:
-        queues.seals.append(Lane(lane.key, lane.trajectory_id, seal_record=bytes(size)))
+        send_queues.seals.append(
+            TrajectoryQueue(queue.key, queue.trajectory_id, seal_record=bytes(size))
+        )
 
     turns = [driver.record_counts(driver.answer(1)) for _ in range(2)]
-    seals = [[len(each.seal_record) for each in queues.take_seals()] for _ in range(5)]
+    seals = [[len(each.seal_record) for each in send_queues.take_seals()] for _ in range(5)]
 
     assert turns == [[1_000], [1]]
     assert [len(each) for each in seals] == [256, 46, 2, 1, 0]
@@ -239,9 +241,9 @@ def test_call_has_a_thousand_turns_or_256_seals_at_most() -> None:
 
 def test_fail_all_settles_every_write_and_keeps_idle_trajectories() -> None:
     driver = OutboxDriver()
-    live, sending = driver.open_lanes(2)
+    live, sending = driver.open_queues(2)
     receipt = driver.append(sending)
-    asking, opened, closing = Delivery(), Delivery(), Delivery()
+    asking, opened, closing = PendingWrite(), PendingWrite(), PendingWrite()
     driver.request(opened=asking)
     sent = driver.take_round()
     driver.request(opened=opened)
@@ -256,7 +258,7 @@ def test_fail_all_settles_every_write_and_keeps_idle_trajectories() -> None:
 
 def test_writes_fail_with_reasons_after_a_long_silence() -> None:
     driver = OutboxDriver(timeout_s=10.0)
-    one, other = driver.open_lanes(2)
+    one, other = driver.open_queues(2)
     receipts = [driver.append(one), driver.append(other)]
     sent = driver.take_round()
 
@@ -270,17 +272,17 @@ def test_writes_fail_with_reasons_after_a_long_silence() -> None:
     assert were_done == [False, False]
     assert driver.now_s == pytest.approx(110.5)
     errors = [next(iter(receipt.errors.values())) for receipt in receipts]
-    for error, lane in zip(errors, (one, other), strict=True):
+    for error, queue in zip(errors, (one, other), strict=True):
         assert isinstance(error, StoreUnavailableError)
         assert [reason.kind for reason in error.reasons] == ["not_acknowledged", "store_away"]
-        assert error.reasons[0].facts["sample"] == lane.key.sample
+        assert error.reasons[0].facts["sample"] == queue.key.sample
         assert error.reasons[1].facts == {"address": "10.0.0.7:6379", "since_s": 10.5}
     assert driver.outbox.is_idle
 
 
 def test_store_is_identified_again_after_an_abandoned_round() -> None:
-    driver, lane = driver_with_lane(timeout_s=10.0)
-    driver.append(lane)
+    driver, queue = driver_with_queue(timeout_s=10.0)
+    driver.append(queue)
     driver.take()
     driver.now_s += 11.0
     driver.outbox.expire(driver.now_s)
@@ -292,8 +294,8 @@ def test_store_is_identified_again_after_an_abandoned_round() -> None:
 
 
 def test_outage_counts_from_the_unanswered_round() -> None:
-    driver, lane = driver_with_lane(timeout_s=40.0)
-    receipt = driver.append(lane)
+    driver, queue = driver_with_queue(timeout_s=40.0)
+    receipt = driver.append(queue)
     for silent_s in (30.0, 10.0):
         sent = driver.take_round()
         driver.now_s += silent_s

@@ -8,7 +8,7 @@ import pytest
 
 from testkit.waiting import finish
 from turnstream.errors import ConflictError, FencedError, NotReadyError, StoreBehindError
-from turnstream.generator.outbox.receipts import AsyncReceipt, Delivery, Receipt, raise_unread
+from turnstream.generator.outbox.receipts import AsyncReceipt, PendingWrite, Receipt, raise_unread
 from turnstream.types import TrajectoryKey
 
 ONE, OTHER = TrajectoryKey("g", 0), TrajectoryKey("g", 1)
@@ -72,7 +72,7 @@ async def test_receipt_wait_ends_by_its_deadline(kind: Any) -> None:
 
 
 def test_unread_failures_are_raised_once_as_one_error() -> None:
-    failures: list[Delivery] = []
+    failures: list[PendingWrite] = []
     lost, only, common, asked = (ConflictError(str(number)) for number in range(4))
     for errors in ([only, common], [common, common], [asked, asked]):
         receipt = Receipt(2, unread_failures=failures)

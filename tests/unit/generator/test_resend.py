@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from redis.exceptions import ResponseError
 
-from testkit.outboxes import OutboxDriver, driver_with_lane, driver_with_seal
+from testkit.outboxes import OutboxDriver, driver_with_queue, driver_with_seal
 from turnstream.errors import ConflictError, FencedError, StoreBehindError, StoreUnavailableError
-from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.receipts import PendingWrite
 from turnstream.generator.outbox.trajectory_queue import RewardPost
 from turnstream.generator.transport.redis_transport import num_replies
 from turnstream.store.run.rewards import encode_reward
@@ -22,14 +22,14 @@ def connect(driver: OutboxDriver, run_id: bytes) -> None:
     driver.answered(sent, replies)
 
 
-def errors(delivery: Delivery) -> list[type[Exception]]:
+def errors(delivery: PendingWrite) -> list[type[Exception]]:
     return [type(error) for error in delivery.errors.values()]
 
 
 def test_trajectory_ended_by_another_before_it_opened_is_refused() -> None:
     driver = OutboxDriver()
-    (lane,) = driver.request()
-    receipt, end = driver.append(lane), driver.seal(lane)
+    (queue,) = driver.request()
+    receipt, end = driver.append(queue), driver.seal(queue)
 
     sent = driver.take_round()
     replies = [*[b"sha"] * (num_replies(sent) - 2), [b"appendfsync", b"everysec"]]
@@ -51,7 +51,7 @@ def test_trajectory_written_by_another_is_refused_if_its_seal_was_stored() -> No
 
 
 def test_resent_turns_are_counted_only_as_resent() -> None:
-    driver, lane, _ = driver_with_seal(keep_s=5.0)
+    driver, queue, _ = driver_with_seal(keep_s=5.0)
     driver.answer([b"OK"])
     before = driver.outbox.inflight.statistics()
 
@@ -66,14 +66,14 @@ def test_resent_turns_are_counted_only_as_resent() -> None:
     assert (before.num_turns, after.num_turns) == (1, 1)
     assert (after.num_resent, after.num_duplicates, after.inflight_bytes, held) == (1, 2, 0, 0)
     assert after.num_restarts == 1
-    assert lane.num_acknowledged == 1
+    assert queue.num_acknowledged == 1
 
 
 def test_a_seal_is_sent_again_after_its_turns_were_proven() -> None:
     driver = OutboxDriver(keep_s=5.0)
-    lane = driver.open_with_turn()
+    queue = driver.open_with_turn()
     driver.now_s += 6.0
-    driver.seal(lane)
+    driver.seal(queue)
     driver.answer(1)
 
     driver.restart()
@@ -106,8 +106,8 @@ def test_seal_refused_for_another_reason_does_not_ask_its_payload() -> None:
 
 
 def test_turns_of_a_finished_trajectory_are_refused() -> None:
-    driver, lane = driver_with_lane()
-    receipt = driver.append(lane)
+    driver, queue = driver_with_queue()
+    receipt = driver.append(queue)
 
     driver.answer(
         ResponseError("FENCED [released] the trajectory is finished, and its payload released")
@@ -132,8 +132,8 @@ def test_missing_turns_of_an_ended_trajectory_are_named() -> None:
 
 def test_only_ended_trajectories_are_losses() -> None:
     driver = OutboxDriver(keep_s=5.0)
-    given_up, refused = driver.open_lanes(2)
-    driver.outbox.abandon(given_up, "bored", end=Delivery())
+    given_up, refused = driver.open_queues(2)
+    driver.outbox.abandon(given_up, "bored", end=PendingWrite())
     driver.answer(1)
     receipt = driver.append(refused)
 
@@ -158,11 +158,11 @@ def test_no_lease_is_renewed_before_the_group_is_open_again() -> None:
 
 
 def test_leases_and_bytes_of_a_known_group_are_renewed_at_once() -> None:
-    driver, lane = driver_with_lane(keep_s=5.0)
-    driver.append(lane, response="B" * 5_000)
+    driver, queue = driver_with_queue(keep_s=5.0)
+    driver.append(queue, response="B" * 5_000)
     driver.answer(1)
     driver.now_s += 6.0
-    driver.append(lane)
+    driver.append(queue)
     driver.answer(1)
 
     driver.restart()
@@ -173,9 +173,9 @@ def test_leases_and_bytes_of_a_known_group_are_renewed_at_once() -> None:
 
 
 def test_a_seal_that_goes_again_has_the_same_bytes() -> None:
-    driver, lane = driver_with_lane(keep_s=5.0)
-    driver.append(lane)
-    driver.seal(lane)
+    driver, queue = driver_with_queue(keep_s=5.0)
+    driver.append(queue)
+    driver.seal(queue)
     first = driver.answer(2)
     driver.answer([b"OK"])
 
@@ -224,17 +224,17 @@ def test_ended_trajectory_is_a_loss_until_its_seal_is_posted_again() -> None:
 
 def test_waiting_trajectory_without_writes_fails_with_the_others() -> None:
     driver = OutboxDriver()
-    (lane,) = driver.request()
+    (queue,) = driver.request()
 
     driver.outbox.fail_all(StoreUnavailableError("away"))
 
     with pytest.raises(StoreUnavailableError):
-        driver.append(lane)
+        driver.append(queue)
 
 
 def test_failed_trajectory_reserves_nothing() -> None:
-    driver, lane = driver_with_lane()
-    driver.append(lane, response="B" * 10_000)
+    driver, queue = driver_with_queue()
+    driver.append(queue, response="B" * 10_000)
 
     driver.outbox.fail_all(StoreUnavailableError("away"))
 
@@ -270,7 +270,7 @@ def test_late_answer_to_a_repeated_reward_is_reported_as_lost(
 ) -> None:
     driver = OutboxDriver(keep_s=5.0)
     posted = encode_reward(TrajectoryKey("g", 7), 1.0, None)
-    driver.outbox.run_calls.post_reward(RewardPost(*posted, Delivery()))
+    driver.outbox.run_calls.post_reward(RewardPost(*posted, PendingWrite()))
     driver.answer(first.encode())
     driver.request()
 
@@ -288,10 +288,10 @@ def test_task_written_here_is_not_granted_again_until_it_failed() -> None:
     driver = OutboxDriver(keep_s=0)
     group = GroupOpened(group_id="g", prompt_uid="", num_samples=1)
     epochs = {TrajectoryKey("g", 0): 3}
-    (lane,) = driver.outbox.admissions.adopt(group, epochs, now_s=driver.now_s)
+    (queue,) = driver.outbox.admissions.adopt(group, epochs, now_s=driver.now_s)
 
     again = driver.outbox.admissions.adopt(group, epochs, now_s=driver.now_s)
-    driver.append(lane)
+    driver.append(queue)
     driver.outbox.fail_all(StoreUnavailableError("away"))
     since = driver.outbox.admissions.adopt(group, epochs, now_s=driver.now_s)
 
@@ -309,7 +309,7 @@ def test_restart_is_counted_only_if_another_server_answers(
 
     connect(driver, b"first")
     driver.answer([3])
-    driver.outbox.run_calls.close_run("", Delivery())
+    driver.outbox.run_calls.close_run("", PendingWrite())
     driver.reconnect()
     connect(driver, second)
 

@@ -2,17 +2,17 @@ from __future__ import annotations
 
 from turnstream.errors import FencedError
 from turnstream.generator.encode.encoder import TurnRecord
-from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.receipts import PendingWrite
 from turnstream.generator.outbox.resend import KeptTurn, ResendBuffer
-from turnstream.generator.outbox.trajectory_queue import Admission, Lane
+from turnstream.generator.outbox.trajectory_queue import Admission, TrajectoryQueue
 from turnstream.types import GroupOpened, TrajectoryKey, TurnShape
 
-LANE = Lane(TrajectoryKey("g", 0), "g/0/0")
+QUEUE = TrajectoryQueue(TrajectoryKey("g", 0), "g/0/0")
 
 
 def kept(num_bytes: int) -> KeptTurn:
     shape = TurnShape(-1, 0, 1, 1, 1)
-    return KeptTurn(LANE, TurnRecord(bytes(num_bytes), shape))
+    return KeptTurn(QUEUE, TurnRecord(bytes(num_bytes), shape))
 
 
 def test_write_is_kept_until_a_late_answer_proves_it() -> None:
@@ -43,7 +43,7 @@ def test_beyond_its_bytes_the_oldest_turns_are_forgotten_but_nothing_is_proven()
 
 def opening() -> Admission:
     group = GroupOpened(group_id="g", prompt_uid="", num_samples=1)
-    return Admission(group, b"", [Lane(LANE.key, "g/0/0")], Delivery())
+    return Admission(group, b"", [TrajectoryQueue(QUEUE.key, "g/0/0")], PendingWrite())
 
 
 def test_a_trajectory_counts_as_opened_while_its_opening_is_kept() -> None:
@@ -53,23 +53,23 @@ def test_a_trajectory_counts_as_opened_while_its_opening_is_kept() -> None:
     buffer.keep(again, now_s=3.0)
 
     buffer.prove(6.0)
-    held = buffer.has_opened(LANE.key)
+    held = buffer.has_opened(QUEUE.key)
     buffer.prove(8.0)
 
-    assert (held, buffer.has_opened(LANE.key)) == (True, False)
+    assert (held, buffer.has_opened(QUEUE.key)) == (True, False)
 
 
 def test_failed_or_resent_trajectory_does_not_count_as_opened() -> None:
     buffer = ResendBuffer(keep_s=5.0, max_bytes=25)
     buffer.keep(failed := opening(), now_s=1.0)
-    failed.lanes[0].error = FencedError("late")
-    has_failed = not buffer.has_opened(LANE.key)
+    failed.queues[0].error = FencedError("late")
+    has_failed = not buffer.has_opened(QUEUE.key)
     buffer.keep(opening(), now_s=1.0)
 
     buffer.take()
 
     assert has_failed
-    assert not buffer.has_opened(LANE.key)
+    assert not buffer.has_opened(QUEUE.key)
 
 
 def test_nothing_is_kept_for_a_syncing_store() -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from testkit.outboxes import OutboxDriver, driver_with_lane
+from testkit.outboxes import OutboxDriver, driver_with_queue
 from turnstream.store.run.budget import FIRST_BYTES, with_block
 from turnstream.types import TrajectoryKey
 
 
 def test_bytes_are_reserved_in_blocks_as_a_trajectory_grows() -> None:
-    driver, lane = driver_with_lane()
+    driver, queue = driver_with_queue()
     rounds = []
 
     for _ in range(12):
-        driver.append(lane, response="B" * 1_000)
+        driver.append(queue, response="B" * 1_000)
         rounds.append(driver.answer(1))
 
-    size = lane.num_bytes // 12
+    size = queue.num_bytes // 12
     asked = [
         (number, *driver.reservations(sent)[0])
         for number, sent in enumerate(rounds)
@@ -30,8 +30,8 @@ def test_bytes_are_reserved_in_blocks_as_a_trajectory_grows() -> None:
 
 
 def test_reservation_is_repeated_after_a_lost_connection() -> None:
-    driver, lane = driver_with_lane()
-    driver.append(lane, response="B" * 5_000)
+    driver, queue = driver_with_queue()
+    driver.append(queue, response="B" * 5_000)
 
     lost = driver.reconnect()
     again = driver.take_round()
@@ -41,25 +41,25 @@ def test_reservation_is_repeated_after_a_lost_connection() -> None:
 
 def test_whole_trajectory_reserves_its_exact_size() -> None:
     driver = OutboxDriver()
-    (lane,) = driver.request()
-    driver.append(lane, response="B" * 5_000)
-    driver.seal(lane)
+    (queue,) = driver.request()
+    driver.append(queue, response="B" * 5_000)
+    driver.seal(queue)
     driver.answer([1])
 
     sent = driver.answer(2)
 
-    assert driver.reservations(sent) == [("g/0/0", lane.num_bytes)]
+    assert driver.reservations(sent) == [("g/0/0", queue.num_bytes)]
 
 
 def test_the_seal_says_how_many_bytes_are_stored() -> None:
-    driver, lane = driver_with_lane()
-    driver.append(lane)
-    driver.seal(lane)
+    driver, queue = driver_with_queue()
+    driver.append(queue)
+    driver.seal(queue)
     driver.answer(2)
 
     posted = driver.answer([b"OK"])
 
-    assert posted.commands[0].args[1] == f"1:/{lane.num_bytes + len(lane.seal_record)}:w"
+    assert posted.commands[0].args[1] == f"1:/{queue.num_bytes + len(queue.seal_record)}:w"
 
 
 def test_stored_turns_of_an_adopted_trajectory_are_reserved_too() -> None:

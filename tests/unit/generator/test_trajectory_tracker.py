@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 from redis.exceptions import ResponseError
 
-from testkit.outboxes import OutboxDriver, driver_with_lane, driver_with_seal
+from testkit.outboxes import OutboxDriver, driver_with_queue, driver_with_seal
 from turnstream.errors import ConflictError, FencedError
-from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.receipts import PendingWrite
 from turnstream.types import GroupOpened, TrajectoryKey
 
 KEYS = [TrajectoryKey("g", sample) for sample in range(3)]
 
 
 def test_turns_that_wait_travel_in_one_call_with_the_seal() -> None:
-    driver, lane = driver_with_lane()
-    receipts = [driver.append(lane), driver.append(lane)]
-    end = driver.seal(lane)
+    driver, queue = driver_with_queue()
+    receipts = [driver.append(queue), driver.append(queue)]
+    end = driver.seal(queue)
 
     stored = driver.answer(3)
     was_done = end.is_done
@@ -32,11 +32,11 @@ def test_turns_that_wait_travel_in_one_call_with_the_seal() -> None:
 
 
 def test_only_the_first_call_of_a_trajectory_creates_its_payload() -> None:
-    driver, lane = driver_with_lane()
+    driver, queue = driver_with_queue()
 
     leases = []
     for _ in range(3):
-        driver.append(lane)
+        driver.append(queue)
         leases.append(driver.answer(1).commands[0].args[:2])
 
     assert leases == [("1:w", 0), ("1/w", 1), ("1/w", 2)]
@@ -44,10 +44,10 @@ def test_only_the_first_call_of_a_trajectory_creates_its_payload() -> None:
 
 def test_seals_of_several_trajectories_travel_in_one_call() -> None:
     driver = OutboxDriver()
-    lanes = driver.open_lanes(3)
-    for lane in lanes:
-        driver.append(lane)
-        driver.seal(lane)
+    queues = driver.open_queues(3)
+    for queue in queues:
+        driver.append(queue)
+        driver.seal(queue)
     driver.answer(2, 2, 2)
 
     posted = driver.answer([b"OK", b"DUPLICATE", b"SURPLUS"])
@@ -57,9 +57,9 @@ def test_seals_of_several_trajectories_travel_in_one_call() -> None:
 
 
 def test_a_seal_is_posted_only_after_its_payload_was_acknowledged() -> None:
-    driver, lane = driver_with_lane()
-    driver.append(lane)
-    driver.seal(lane)
+    driver, queue = driver_with_queue()
+    driver.append(queue)
+    driver.seal(queue)
 
     driver.reconnect()
 
@@ -69,8 +69,8 @@ def test_a_seal_is_posted_only_after_its_payload_was_acknowledged() -> None:
 
 def test_each_conflict_is_recorded_until_it_is_answered() -> None:
     driver = OutboxDriver()
-    for lane in driver.open_lanes(2):
-        driver.append(lane)
+    for queue in driver.open_queues(2):
+        driver.append(queue)
     conflict = ResponseError("CONFLICT turn 0 has another content")
 
     driver.answer(conflict, conflict)
@@ -85,7 +85,7 @@ def test_each_conflict_is_recorded_until_it_is_answered() -> None:
 
 def test_a_refusal_stops_one_trajectory_and_no_other() -> None:
     driver = OutboxDriver()
-    one, other = driver.open_lanes(2)
+    one, other = driver.open_queues(2)
     receipts = [driver.append(one), driver.append(one), driver.append(other)]
 
     driver.answer(ResponseError("CONFLICT turn 0 has another content"), 1)
@@ -97,10 +97,10 @@ def test_a_refusal_stops_one_trajectory_and_no_other() -> None:
 
 
 def test_an_abandon_follows_the_turns_that_were_accepted() -> None:
-    driver, lane = driver_with_lane()
-    receipt = driver.append(lane)
-    end = Delivery()
-    driver.outbox.abandon(lane, "bored", end=end)
+    driver, queue = driver_with_queue()
+    receipt = driver.append(queue)
+    end = PendingWrite()
+    driver.outbox.abandon(queue, "bored", end=end)
 
     sent = [driver.script_names(driver.answer(1)), driver.script_names(driver.answer(1))]
 

@@ -28,7 +28,7 @@ class Work:
     @asynccontextmanager
     async def taken(self, owner: str, name: str) -> AsyncIterator[None]:
         """Hold a place in the block."""
-        async with self.places.lent(owner) as place:
+        async with self.places.borrow(owner) as place:
             await place.take()
             self.began.append(name)
             yield

@@ -61,7 +61,7 @@ def test_record_replaces_each_trajectory_and_counts_it_once(facts: EndedFacts) -
     assert facts.num_reasons + len({*new} - {*facts.reasons}) <= MOST_REASONS
     for key in ("rewards", "ledger"):
         assert ("HDEL", key, (*facts.entries,)) in calls
-    assert ("HSET", "ended", (7, b"r")) in calls
+    assert ("HSET", "untrained", (7, b"r")) in calls
     facts_words = {key: words for name, key, words in calls if name == "FIELDS"}
     assert facts_words["frontier"] == ("ends", b"=6")
     assert {*facts_words["ledger"][::2]} == {*facts.entries}

@@ -112,7 +112,9 @@ def test_each_planned_group_leaves_one_fingerprint_for_its_entry(
         assert ("FIELDS", "groups", (*expected,)) in calls
         assert ("HDEL", "groups", (*gone,)) in calls
         words: Any
-        (words,) = [words for name, key, words in calls if (name, key) == ("EXTEND", "over")]
+        (words,) = [
+            words for name, key, words in calls if (name, key) == ("EXTEND", "finished_groups")
+        ]
         found = {
             (bucket, packed[start : start + 8])
             for bucket, packed in zip(words[::2], words[1::2], strict=True)
@@ -144,5 +146,5 @@ def test_each_step_is_finished_once_and_after_the_one_before(
     for step, calls in zip(new, written, strict=True):
         frontier = (*("released", b"=%d" % limit), *("folded", b"=%d" % (step - 1)))
         assert ("FIELDS", "frontier", frontier) in calls
-        assert ("HSET", "past", (step, records[step])) in calls
+        assert ("HSET", "finished_batches", (step, records[step])) in calls
         assert ("HSET", "frontier", ("folded", step)) in calls

@@ -109,7 +109,7 @@ def test_prompt_of_a_dropped_group_is_done_or_sampled_again(
     found = sums(changes)
     assert {field: n for (key, field), n in found.items() if key == "prompts"} == number
     assert changes is not None
-    again = ("ZADD", "again", (b"7", b"7")) in changes.calls()
+    again = ("ZADD", "retry", (b"7", b"7")) in changes.calls()
     assert again is not bool(number)
 
 

@@ -14,7 +14,7 @@ from testkit.snapshots import scanned, snapshot
 from turnstream.errors import WaitKind, WaitReason
 from turnstream.generator.encode.encoder import TrajectoryDraft
 from turnstream.generator.outbox.outbox_waits import no_space, not_on_disk, of_writes
-from turnstream.generator.outbox.trajectory_queue import Lane, PendingTurn
+from turnstream.generator.outbox.trajectory_queue import PendingTurn, TrajectoryQueue
 from turnstream.store.run.tasks import PromptCounts
 from turnstream.store.waits.awaited import (
     admission_awaited,
@@ -241,9 +241,9 @@ def test_unknown_values_are_left_out_of_sentences() -> None:
 
 def of_page() -> list[WaitReason]:
     """Return the reasons of the examples on the page."""
-    lane = Lane(KEY, KEY.trajectory_id, epoch=1)
-    lane.num_acknowledged = 3
-    lane.pending.append(PendingTurn(TrajectoryDraft(KEY).add(turn("a", "B")), None))
+    queue = TrajectoryQueue(KEY, KEY.trajectory_id, epoch=1)
+    queue.num_acknowledged = 3
+    queue.pending.append(PendingTurn(TrajectoryDraft(KEY).add(turn("a", "B")), None))
     opened = GroupOpened(group_id="g7", prompt_uid="", num_samples=8)
     refused = "Error 111 connecting to 10.0.0.7:6379. Connection refused."
     store: dict[str, Any] = {"address": "10.0.0.7:6379", "since_s": 12.0}
@@ -282,7 +282,7 @@ def of_page() -> list[WaitReason]:
         no_version(4, of(newest_version=4), waited_s=60)[0],
         not_ready("batch", "step 5 of run maze was waited for 600 s"),
         not_acknowledged("step 5 as stepped", waited_s=600),
-        *of_writes([lane], None, silent_s=12.0),
+        *of_writes([queue], None, silent_s=12.0),
         no_space(inflight_bytes=67_107_000, unadmitted_bytes=1_000, max_inflight_bytes=67_108_864),
         not_on_disk(left_s=3.0, keep_s=5.0),
         store_away(**store, why=f"the store cannot be reached: {refused}"),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from turnstream_server.jobs.stack import Stack
+from turnstream_server.launch.stack import Stack
 
 
 def test_services_of_one_job_do_not_share_the_address_of_metrics(

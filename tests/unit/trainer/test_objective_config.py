@@ -217,11 +217,11 @@ def test_page_of_objectives_lists_every_name_with_its_defaults() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*)\|", PAGE, re.MULTILINE)
     listed = {name: re.findall(r"`([^`]*)`", cell) for name, cell in rows if name in ALL}
 
-    def shown(value: Any) -> str:
+    def quoted(value: Any) -> str:
         return "none" if value is None else f"{value:g}" if isinstance(value, float) else value
 
     written = {
-        name: [f"{key}={shown(value)}" for key, value in kind().parameters().items()]
+        name: [f"{key}={quoted(value)}" for key, value in kind().parameters().items()]
         for name, kind in ALL.items()
     }
 

@@ -22,7 +22,7 @@ from turnstream.types import SealedTrajectory
 from turnstream.types.names import file_name
 from turnstream_server.batcher.assembly.assembler import assemble_batch, read_planned_batch
 from turnstream_server.batcher.assembly.shares import PlannedBatch
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.planning.trajectories import read_seals
 
 ROW_GROUP_ROWS: Final = 4_096
@@ -89,7 +89,7 @@ def _write(path: Path, content: memoryview) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        reach("archive.before_rename")
+        failpoint("archive.before_rename")
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

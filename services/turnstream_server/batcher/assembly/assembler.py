@@ -296,7 +296,7 @@ def _check_payload(url: str, run: str, batch: PlannedBatch, index: int) -> None:
     groups = batch.manifest.groups[plan.first_group : plan.first_group + plan.num_groups]
     ids = [keys.trajectory_id(each.key) for group in groups for each in group.trajectories]
     with connect(url) as client, translating():
-        held: Any = client.hmget(keys.run_keys(open_run(client, run)).held, ids)
+        held: Any = client.hmget(keys.run_keys(open_run(client, run)).payload_bytes, ids)
     num_bytes = sum(int(each) for each in held if each is not None and each.isdigit())
     if num_bytes > MAX_SHARE_BYTES:
         raise InvalidConfigError(

@@ -21,7 +21,7 @@ from turnstream.store.run.configs import Revisions
 from turnstream.types import ConfigRevised
 from turnstream_server.batcher.assembly.payload import Damage, UnplannableError
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.planning.announcements import announce_revision, read_revisions_async
 from turnstream_server.ledger.planning.manifests import (
@@ -107,9 +107,9 @@ class ConfigInForce:
         self._known = await read_revisions_async(self._term.client, self._term.run)
         due = self._known.due(step=step)
         revision = self._known.in_force if due is None else due.number
-        reach("revise.before")
+        failpoint("revise.before")
         await announce_revision(self._term, ConfigRevised(revision=revision, step=step))
-        reach("revise.after")
+        failpoint("revise.after")
         self._known = await read_revisions_async(self._term.client, self._term.run)
         return self._known.revision(revision).announced_at
 

@@ -26,7 +26,7 @@ from turnstream.records.events import check_key, decode_event
 from turnstream.store.client import keys
 from turnstream.types import Event, RewardPosted, SealedTrajectory, TrajectoryDied, TrajectoryKey
 from turnstream_server.batcher.assembly.payload import Damage
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.scan import EventEntry
 from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.planning import trajectories
@@ -137,9 +137,9 @@ class DecisionWriter:
             self._noted[-1].event_id,
             self._noted[-1].reason,
         )
-        reach("reject.before")
+        failpoint("reject.before")
         await trajectories.reject_events(self._term, self._noted)
-        reach("reject.after")
+        failpoint("reject.after")
         self._noted.clear()
 
     async def carry_out(self, decisions: Iterable[Decision]) -> None:
@@ -173,17 +173,17 @@ class DecisionWriter:
         await self.write()
         if not settled:
             return
-        reach("settle.before")
+        failpoint("settle.before")
         try:
             await settle_groups(self._term, settled)
         except ConflictError as error:  # the rest of them was settled
             logger.warning("a group of run %s cannot be settled: %s", self._term.run, error)
-        reach("settle.after")
+        failpoint("settle.after")
 
     async def _grant(self, wanted: RefillWanted) -> None:
-        reach("grant_refill.before")
+        failpoint("grant_refill.before")
         is_new = await grant_refill(self._term, wanted)
-        reach("grant_refill.after")
+        failpoint("grant_refill.after")
         if is_new:
             logger.info("refill %d of group %s: %s", wanted.number, wanted.key.group_id, wanted.key)
 
@@ -191,9 +191,9 @@ class DecisionWriter:
         """Mark sealed trajectories as dead, with the reason."""
         for key, reason in damages:
             died = TrajectoryDied(key=key, reason=reason)
-            reach("mark_dead.before")
+            failpoint("mark_dead.before")
             await trajectories.mark_dead(self._term, died)
-            reach("mark_dead.after")
+            failpoint("mark_dead.after")
 
     def _reject(self, event_id: str, reason: str, *, key: TrajectoryKey | None) -> None:
         self._rejected.add(event_id)

@@ -32,7 +32,7 @@ from turnstream_server.batcher.planner.listener import RunListener
 from turnstream_server.batcher.planner.replanning import answer_replan
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import PlannerSnapshots, Upkeep
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.scan import PAGE_EVENTS, EventEntry
 from turnstream_server.ledger.leadership.leadership import Position, Term
 from turnstream_server.ledger.planning.announcements import announce_due, finish_run
@@ -269,11 +269,11 @@ class Leader:
         """Write the end of the run once nothing is left to plan."""
         frontier = self._view.frontier
         while self._fold.is_finished and not frontier.is_finished and frontier.paused is None:
-            reach("finish_run.before")
+            failpoint("finish_run.before")
             await finish_run(
                 self._term, step=self._chain.newest_step, position=self._listener.position
             )
-            reach("finish_run.after")
+            failpoint("finish_run.after")
             await self._take_in(await self._listener.read_events())
             frontier = await self._view.refresh()
 
@@ -286,9 +286,9 @@ class Leader:
 
     async def _choose(self) -> None:
         """Write the event at which the groups of the next batch are chosen, and fold it in."""
-        reach("batch_due.before")
+        failpoint("batch_due.before")
         event_id = await announce_due(self._term, BatchDue(step=self._chain.next_step))
-        reach("batch_due.after")
+        failpoint("batch_due.after")
         await self._read_through(event_id)
 
     async def _read_through(self, event_id: str) -> None:
@@ -324,17 +324,17 @@ class Leader:
             )
             manifest = stored.manifest
             batch = PlannedBatch(manifest=manifest, manifest_hash=stored.hash, config=self._config)
-            reach("plan.before_check")
+            failpoint("plan.before_check")
             await self._assembler.check(batch)
         except DamagedPayloadError as error:
             logger.warning("run %s: %s", self._view.run, error)
             await self._decisions.mark_dead(error.damages)
             return False
         self._prepare(batch)
-        reach("plan.before_write")
+        failpoint("plan.before_write")
         if not await self._chain.write(stored):
             return False
-        reach("plan.after_write")
+        failpoint("plan.after_write")
         self._chain.note(stored)
         self._listener.pass_step(manifest.step)
         num_over_age = self._selector.num_over_age(groups, step=manifest.step)

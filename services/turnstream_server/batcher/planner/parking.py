@@ -17,7 +17,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import MAX_BLOCK_S
 from turnstream_server.batcher.planner.listener import wait_for_entries
 from turnstream_server.ledger.leadership.leadership import Position
-from turnstream_server.loops import first_of, repeat
+from turnstream_server.loops import first_result, repeat
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class ParkedRuns:
         await asyncio.sleep(_GATHER_S)
         self._has_more.clear()
         try:
-            runs = await first_of(self._read(), self._wait_for_more())
+            runs = await first_result(self._read(), self._wait_for_more())
         except UnavailableError:
             raise
         except Exception:  # a defect of one run must not stop the others: each reads for itself

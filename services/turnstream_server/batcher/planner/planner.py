@@ -22,7 +22,7 @@ from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.batcher.planner.timekeeper import Timekeeper
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.server_instance import PinnedClient
 from turnstream_server.ledger.leadership.leader_fields import (
     note_trouble,
@@ -36,7 +36,7 @@ from turnstream_server.ledger.leadership.leadership import (
     acquire_leadership,
 )
 from turnstream_server.ledger.planning.announcements import read_revisions_async
-from turnstream_server.loops import first_of
+from turnstream_server.loops import first_result
 
 logger = logging.getLogger(__name__)
 
@@ -100,13 +100,13 @@ class RunPlanner:
 
     async def _run_term(self, store: PinnedClient) -> Position:
         """Follow and lead until the run is parked; return the position up to which it was read."""
-        await first_of(self._check_server(store))
-        leadership = await first_of(self._follow(store.client))
+        await first_result(self._check_server(store))
+        leadership = await first_result(self._follow(store.client))
         if leadership.parked is not None:
             return leadership.parked
         term = Term(store.client, self.view.run, leadership.epoch)
         try:
-            position = await first_of(
+            position = await first_result(
                 self._lead(term),
                 self._keeper.hold(term.run, term.epoch),
                 self._clear_trouble(term),
@@ -117,7 +117,7 @@ class RunPlanner:
         except (FencedError, RunNotFoundError, UnavailableError):
             raise
         except Exception as error:
-            await first_of(self._note_trouble(term, str(error) or repr(error)))
+            await first_result(self._note_trouble(term, str(error) or repr(error)))
             raise
         assert position is not None, "only a run that is parked ends a term without an error"
         return position
@@ -163,7 +163,7 @@ class RunPlanner:
             )
             releaser = Releaser(term, self.view, owner=self._keeper.owner, upkeep=self._upkeep)
             try:
-                return await first_of(
+                return await first_result(
                     leader.lead(),
                     releaser.run(),
                     self._keep_time(term, leader),
@@ -183,9 +183,9 @@ class RunPlanner:
                 continue
             is_ending = self.view.frontier.is_closed and leader.undecided()
             if leader.is_waiting and releaser.done_at_s >= since_s and not is_ending:
-                reach("park.before")
+                failpoint("park.before")
                 if await park_leadership(term, position):
-                    reach("park.after")
+                    failpoint("park.after")
                     return position
 
     async def _keep_time(self, term: Term, leader: Leader) -> None:

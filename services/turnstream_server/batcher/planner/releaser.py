@@ -23,7 +23,7 @@ from turnstream.records.compact import compact_batch, encode_batch, encode_ends
 from turnstream.store.client import keys
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import Upkeep
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.admin.dead_letters import discard_oldest
 from turnstream_server.ledger.core.frontier import read_frontier_async
 from turnstream_server.ledger.leadership.leader_fields import note_trouble
@@ -112,7 +112,7 @@ class Releaser:
         jobs = (self._release_batches, self._release_ended, self._discard_dead_letters)
         try:
             trouble = await self._archive()
-            reach("advance_watermark.before")
+            failpoint("advance_watermark.before")
             await advance_watermark(self._term, at_most=self._archived)
             state = await read_release_state(self._client, self._run)
             for job in jobs:
@@ -208,9 +208,9 @@ class Releaser:
             }
         )
         manifests = [each.manifest for each in plans]
-        reach("compact_batch.before")
+        failpoint("compact_batch.before")
         await compact_batches(self._term, manifests)
-        reach("finish_batch.before")
+        failpoint("finish_batch.before")
         await finish_batches(self._term, records)
         logger.info("released steps %d to %d of run %s", min(records), max(records), self._run)
 
@@ -286,7 +286,7 @@ class Releaser:
             some = foldable[start : start + COMPACT_SLICE]
             ended = {keys.parse_trajectory_id(each): self._ended[each] for each in some}
             record = await asyncio.to_thread(encode_ends, ended)
-            reach("compact_ended.before")
+            failpoint("compact_ended.before")
             try:
                 await compact_ended(self._term, some, number=number, record=record)
             except ConflictError:  # a plan was withdrawn since

@@ -20,7 +20,7 @@ from turnstream.types import SealedTrajectory, TrajectoryKey
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import write, write_decision
 from turnstream_server.ledger.planning.replans import (
@@ -46,11 +46,11 @@ async def answer_replan(
     """
     try:
         asked = await _prepare(term, view, assembler, request=request, known=known)
-        reach("replan.before_write")
+        failpoint("replan.before_write")
         await write_decision(
             term, lambda: read_withdrawal(term, asked), lambda facts: withdraw(facts, asked)
         )
-        reach("replan.after_write")
+        failpoint("replan.after_write")
     except (ConflictError, RecordError) as error:
         logger.warning("run %s is not planned again: %s", view.run, error)
         await write(term, answered(request, refused=str(error)))

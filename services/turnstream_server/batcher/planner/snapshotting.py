@@ -12,7 +12,7 @@ from turnstream.batching.planning.plan_batch import event_order
 from turnstream.records.snapshots import PlannerSnapshot, encode_snapshot
 from turnstream.store.client import keys
 from turnstream_server.batcher.assembly.assembler import Assembler
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.snapshots import (
     last_event_id,
@@ -89,12 +89,12 @@ class PlannerSnapshots:
                 MAX_SNAPSHOT_BYTES,
             )
             return
-        reach("save_snapshot.before")
+        failpoint("save_snapshot.before")
         await save_snapshot(
             self._term, position=snapshot.position, step=snapshot.step, record=record
         )
         self._num_events, self._step = 0, snapshot.step
-        reach("trim_events.before")
+        failpoint("trim_events.before")
         while await trim_events(self._term):
             pass
         await self._find_released_groups(fold)

@@ -23,14 +23,14 @@ from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.assembly.payload import DamagedPayloadError
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.batcher.serving.access import observer_rights
-from turnstream_server.batcher.serving.calls import (
+from turnstream_server.batcher.serving.call_keys import observer_rights
+from turnstream_server.batcher.serving.running_calls import (
     Context,
     bounded_by_store,
     get_time_s,
     write_messages,
 )
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.frontier import Frontier, not_retained
 from turnstream_server.ledger.planning.trajectories import note_damage
 from turnstream_server.ledger.sessions.observers import note_observed
@@ -139,10 +139,10 @@ class BatchSender:
                 first_byte=first_byte(request, share),
             )
             yield wire.GetChunk(header=header).SerializeToString()
-            reach("get.after_header")
+            failpoint("get.after_header")
             for message in data_messages(share.data[header.first_byte :]):
                 yield message
-            reach("get.after_data")
+            failpoint("get.after_data")
 
     async def _damaged(self, batch: PlannedBatch, error: DamagedPayloadError) -> CorruptRecordError:
         """Return the error for damaged payload, and record it in the run."""

@@ -19,7 +19,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from turnstream.errors import TurnstreamError
 from turnstream.store.client.fullness import store_trouble
 from turnstream.store.client.replies import translating
-from turnstream_server.loops import first_of, repeat
+from turnstream_server.loops import first_result, repeat
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class StoreHealth(health.aio.HealthServicer):  # pyright: ignore[reportAttribute
         """Return why the store takes no writes; empty where it takes them."""
         silent = f"the store has not answered for {_SILENT_AFTER_S:.0f} s"
         try:
-            return await first_of(self._read_store(), asyncio.sleep(_SILENT_AFTER_S, silent))
+            return await first_result(self._read_store(), asyncio.sleep(_SILENT_AFTER_S, silent))
         except TurnstreamError as error:
             return str(error)
 

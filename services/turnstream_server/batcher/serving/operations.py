@@ -18,17 +18,17 @@ from turnstream_server.batcher.assembly.operation_shares import (
     encode_operation_share,
     num_bytes_of_passes,
 )
-from turnstream_server.batcher.serving.access import Access
-from turnstream_server.batcher.serving.calls import (
+from turnstream_server.batcher.serving.call_keys import Access
+from turnstream_server.batcher.serving.get import data_messages
+from turnstream_server.batcher.serving.running_calls import (
     Context,
     RunningCalls,
     bounded_by_store,
     write_messages,
 )
-from turnstream_server.batcher.serving.get import data_messages
-from turnstream_server.commands.log import read_bodies
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
 from turnstream_server.free_memory import return_free_memory
+from turnstream_server.operations.log import read_bodies
 
 SERVICE: Final = "turnstream.wire.v1.Operations"
 
@@ -116,10 +116,10 @@ class OperationSender:
                 content_hash=share.content_hash,
             )
             yield wire.OperationChunk(header=header).SerializeToString(deterministic=True)
-            reach("operations.after_header")
+            failpoint("operations.after_header")
             for message in data_messages(share.data, field=wire.OperationChunk.DATA_FIELD_NUMBER):
                 yield message
-            reach("operations.after_data")
+            failpoint("operations.after_data")
         served.add(request.dp_rank)
         if len(served) == key.dp_world_size:
             self._cache.drop(lambda each: each == key)

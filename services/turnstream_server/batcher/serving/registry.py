@@ -20,7 +20,7 @@ from turnstream.store.client.connection import MAX_BLOCK_S
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import listed_run
 from turnstream.store.run.configs import check_format
-from turnstream.types.names import shown
+from turnstream.types.names import quoted
 from turnstream_server.batcher.planner.parking import ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.runs import RunView
@@ -197,7 +197,7 @@ class RunDiscovery:
         for name in names:
             run = listed_run(name)
             if run is None:
-                logger.warning("the store lists %s, which is no name of a run", shown(name))
+                logger.warning("the store lists %s, which is no name of a run", quoted(name))
                 continue
             try:
                 await self._on_run(run)

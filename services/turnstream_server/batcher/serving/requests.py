@@ -15,9 +15,9 @@ from turnstream.types import RecoveryToken
 from turnstream.types.names import encode_name, encode_run
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream.wire.v1.operations_pb2 import GetOperationsRequest
-from turnstream_server.commands.keys import MODEL_ID
-from turnstream_server.commands.log import MAX_SHARED
 from turnstream_server.ledger.sessions.observers import MOST_EXPIRY_S
+from turnstream_server.operations.keys import MODEL_ID
+from turnstream_server.operations.log import MAX_SHARED
 
 MAX_DP_WORLD_SIZE: Final = 8192
 """Dividing a mini-batch among so many ranks takes about 10 ms, among 10^6 it takes seconds."""

@@ -32,17 +32,17 @@ from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP, Upkeep
-from turnstream_server.batcher.serving.access import Access
-from turnstream_server.batcher.serving.calls import ReasonCache, RunningCalls
+from turnstream_server.batcher.serving.call_keys import Access
 from turnstream_server.batcher.serving.get import BatchSender
 from turnstream_server.batcher.serving.health import StoreHealth
 from turnstream_server.batcher.serving.observing import observed_replica
 from turnstream_server.batcher.serving.operations import OperationSender, operation_handlers
 from turnstream_server.batcher.serving.registry import RunDiscovery, RunRegistry
+from turnstream_server.batcher.serving.running_calls import ReasonCache, RunningCalls
 from turnstream_server.batcher.serving.servicer import SERVICE, BatchesServicer, handlers
-from turnstream_server.keys.access import KeyChecks
+from turnstream_server.keys.checks import KeyChecks
 from turnstream_server.ledger.core.frontier import Frontier
-from turnstream_server.loops import background, first_of
+from turnstream_server.loops import background, first_result
 from turnstream_server.options import split_address, write_address
 from turnstream_server.telemetry.readiness import Readiness
 from turnstream_server.tls import Tls
@@ -293,12 +293,12 @@ async def registered(
             await asyncio.sleep(_REGISTER_EVERY_S)
             await register(LEASE_S)
 
-    await first_of(register(LEASE_S))
+    await first_result(register(LEASE_S))
     try:
         async with background(renew(), name="registration of the batcher"):
             yield
     finally:
-        await first_of(register(0.0), asyncio.sleep(_DEREGISTER_S))
+        await first_result(register(0.0), asyncio.sleep(_DEREGISTER_S))
 
 
 def advertised(bound: str, advertise: str) -> str:

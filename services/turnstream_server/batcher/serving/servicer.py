@@ -16,16 +16,16 @@ from turnstream.store.client.run_ids import find_run_async
 from turnstream.types import VersionAnnounced
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.batcher.serving.access import Access, observer_rights
-from turnstream_server.batcher.serving.calls import (
+from turnstream_server.batcher.serving.call_keys import Access, observer_rights
+from turnstream_server.batcher.serving.get import BatchSender
+from turnstream_server.batcher.serving.requests import parse_token
+from turnstream_server.batcher.serving.running_calls import (
     Context,
     RunningCalls,
     bounded_by_store,
     store_time_s,
 )
-from turnstream_server.batcher.serving.get import BatchSender
-from turnstream_server.batcher.serving.requests import parse_token
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.sessions.observers import declare_observer, note_observed
 from turnstream_server.ledger.sessions.sessions import (
     TrainerSession,
@@ -102,7 +102,7 @@ class BatchesServicer:
                 f"the token names step {token.step} of run {request.run!r}, "
                 "but this store has no run of that name"
             ) from error
-        reach("session.before_start")
+        failpoint("session.before_start")
         session = await start_session(
             self.client,
             run,
@@ -110,7 +110,7 @@ class BatchesServicer:
             dp_world_size=request.dp_world_size,
             token=token,
         )
-        reach("session.after_start")
+        failpoint("session.after_start")
         _log_start(request, session, run)
         frontier = await view.refresh()
         _, config = await view.newest_config()
@@ -161,7 +161,7 @@ class BatchesServicer:
 
     async def stepped(self, request: wire.SteppedRequest) -> wire.SteppedReply:
         """Record that the optimizer took a step."""
-        reach("stepped.before")
+        failpoint("stepped.before")
         token = await acknowledge_stepped(
             self.client,
             request.run,
@@ -171,13 +171,13 @@ class BatchesServicer:
             session=request.session,
             dp_rank=request.dp_rank,
         )
-        reach("stepped.after")
+        failpoint("stepped.after")
         before = await version_before(self.client, request.run, request.step)
         return wire.SteppedReply(recovery_token=str(token), version_before=before)
 
     async def committed(self, request: wire.CommittedRequest) -> wire.CommittedReply:
         """Record that a checkpoint is on disk."""
-        reach("committed.before")
+        failpoint("committed.before")
         await acknowledge_committed(
             self.client,
             request.run,
@@ -186,7 +186,7 @@ class BatchesServicer:
             session=request.session,
             dp_rank=request.dp_rank,
         )
-        reach("committed.after")
+        failpoint("committed.after")
         return wire.CommittedReply()
 
     async def announce_version(

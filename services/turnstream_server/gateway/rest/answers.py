@@ -10,8 +10,8 @@ import redis
 from fastapi.responses import Response
 from pydantic import TypeAdapter
 
-from turnstream_server.gateway.rest.access import Caller
 from turnstream_server.gateway.rest.bodies import JSON
+from turnstream_server.gateway.rest.caller import Caller
 
 
 async def answer(

@@ -14,11 +14,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from turnstream.errors import TurnstreamError
-from turnstream.types.names import shown
+from turnstream.types.names import quoted
 from turnstream_server.gateway.bodies import disconnected
-from turnstream_server.gateway.rest.access import refuse_unknown_query
 from turnstream_server.gateway.rest.bodies import JSON
-from turnstream_server.gateway.rest.generators import calls
+from turnstream_server.gateway.rest.caller import refuse_unknown_query
+from turnstream_server.gateway.rest.generators import route
 from turnstream_server.gateway.rest.ingest import rewards, routes
 from turnstream_server.gateway.rest.ingest.requests import add_ingest_state
 from turnstream_server.gateway.rest.problems import (
@@ -56,7 +56,7 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     batches.router,
     versions.router,
     events.router,
-    calls.router,
+    route.router,
 )
 
 _STATUSES: Final = (400, 401, 403, 404, 409, 410, 413, 422, 429, 503)
@@ -84,7 +84,7 @@ def make_rest_app(gateway: Gateway) -> FastAPI:
     app.router.redirect_slashes = False
     app.state.gateway = gateway
     add_ingest_state(app, gateway)
-    calls.add_generator_state(app, gateway)
+    route.add_generator_state(app, gateway)
     events.add_event_state(app)
     for router in ROUTERS:
         app.include_router(router, dependencies=[Depends(refuse_unknown_query)])
@@ -131,7 +131,7 @@ async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     title = str(error.detail)
     if error.status_code == 404:
-        detail = f"no route has the path {shown(request.scope['path'])}"
+        detail = f"no route has the path {quoted(request.scope['path'])}"
     else:
         detail = title
     problem = Problem(type="about:blank", title=title, status=error.status_code, detail=detail)

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from turnstream.errors import InvalidTurnError, RecordError
-from turnstream.types.names import shown
+from turnstream.types.names import quoted
 from turnstream_server.gateway.bodies import body_of, read_large_body, too_large_text
 from turnstream_server.gateway.parsers import MAX_JSON_BYTES, Parsers
 
@@ -227,7 +227,7 @@ def _named(error: ValidationError) -> InvalidTurnError:
     if first["type"] == _UNKNOWN:
         name = first.get("ctx", {})["name"]
         path, got = [*path, name], got[name]
-    said = "" if first["type"] == "missing" else f", got {shown(got)}"
+    said = "" if first["type"] == "missing" else f", got {quoted(got)}"
     return InvalidTurnError(".".join(path) or "the body", f"{_in_words(first['msg'])}{said}")
 
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field
 
 from turnstream import errors
 from turnstream.http.problems import MEDIA_TYPE, TYPE_PREFIX
-from turnstream.types.names import shown
+from turnstream.types.names import quoted
 from turnstream_server.ledger.queries.trajectory_history import TrajectoryNotFoundError
 from turnstream_server.logs import plain
 
@@ -140,9 +140,9 @@ def invalid_request(error: RequestValidationError) -> Problem:
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
     value = first.get("input")
-    if isinstance(value, list | dict | str | bytes) and len(text := shown(value)) > _LONGEST_VALUE:
+    if isinstance(value, list | dict | str | bytes) and len(text := quoted(value)) > _LONGEST_VALUE:
         value = text  # the value may be the whole body
-    value = jsonable_encoder(value, custom_encoder={bytes: shown})
+    value = jsonable_encoder(value, custom_encoder={bytes: quoted})
     return Problem(
         type=problem_type("invalid-request"),
         title="A field has a wrong value",

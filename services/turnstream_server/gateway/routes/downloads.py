@@ -12,13 +12,13 @@ from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import FileResponse, Response
 
 from turnstream.errors import BatchingError
-from turnstream_server.commands.checkpoint_paths import CheckpointPath
-from turnstream_server.commands.checkpoints import folder_of, read_checkpoint_async
-from turnstream_server.commands.downloads import Download, new_download, read_download
-from turnstream_server.gateway.access import Authenticated
 from turnstream_server.gateway.bodies import json_response
 from turnstream_server.gateway.descriptions import timestamp
 from turnstream_server.gateway.state import Gateway
+from turnstream_server.gateway.tinker_caller import Authenticated
+from turnstream_server.operations.checkpoint_paths import CheckpointPath
+from turnstream_server.operations.checkpoints import folder_of, read_checkpoint_async
+from turnstream_server.operations.downloads import Download, new_download, read_download
 
 router = APIRouter()
 public = APIRouter()

@@ -10,18 +10,18 @@ from fastapi.responses import Response
 from pydantic import StrictStr
 
 from turnstream.errors import BatchingError, UnavailableError
-from turnstream_server.commands.kept_results import keep_fetched
-from turnstream_server.commands.request_ids import RequestId, parse_request_id
-from turnstream_server.commands.results import Answer, Failure, TrainingOutput, decode_result
-from turnstream_server.commands.samplers import cancel_sample
-from turnstream_server.commands.waiting import DroppedResultError, UnknownRequestError
-from turnstream_server.gateway.access import Authenticated, Caller
 from turnstream_server.gateway.bodies import Body, json_response
 from turnstream_server.gateway.state import session_of
 from turnstream_server.gateway.tinker.encodings import Encoded, as_json
 from turnstream_server.gateway.tinker.json_parts import Part, read_fields
 from turnstream_server.gateway.tinker.sample_outputs import encode_sample
 from turnstream_server.gateway.tinker.training_outputs import encode_output
+from turnstream_server.gateway.tinker_caller import Authenticated, TinkerCaller
+from turnstream_server.operations.kept_results import keep_fetched
+from turnstream_server.operations.request_ids import RequestId, parse_request_id
+from turnstream_server.operations.results import Answer, Failure, TrainingOutput, decode_result
+from turnstream_server.operations.samplers import cancel_sample
+from turnstream_server.operations.waiting import DroppedResultError, UnknownRequestError
 
 router = APIRouter()
 
@@ -95,7 +95,7 @@ def _request_id(body: bytes) -> RequestId:
         raise HTTPException(404, str(error)) from error
 
 
-async def _check_owner(caller: Caller, request_id: RequestId) -> None:
+async def _check_owner(caller: TinkerCaller, request_id: RequestId) -> None:
     """Raise RunNotFoundError if the caller has no such model or sampling session."""
     if request_id.is_sample:
         await caller.gateway.check_sampler(caller.owner, request_id.target)
@@ -103,7 +103,7 @@ async def _check_owner(caller: Caller, request_id: RequestId) -> None:
         await caller.model(request_id.target)
 
 
-async def _status_of_unknown(caller: Caller, request_id: RequestId) -> int:
+async def _status_of_unknown(caller: TinkerCaller, request_id: RequestId) -> int:
     """Return 410 for a request whose result is gone with its session, 404 for one without trace."""
     session = await caller.session(session_of(request_id.target))
     return 410 if session.finished else 404

@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from turnstream.errors import AccessDeniedError, UnknownKeyError
 from turnstream_server.gateway.bodies import json_response
 from turnstream_server.gateway.state import Gateway
-from turnstream_server.keys.access import key_of
+from turnstream_server.keys.checks import key_of
 from turnstream_server.telemetry.instruments import REGISTRY
 
 router = APIRouter()

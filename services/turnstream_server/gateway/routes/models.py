@@ -11,16 +11,16 @@ from fastapi.responses import Response
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from turnstream.errors import BatchingError
-from turnstream_server.commands.bases import BaseModel
-from turnstream_server.commands.checkpoint_paths import CheckpointPath
-from turnstream_server.commands.checkpoints import read_shared_async
-from turnstream_server.commands.contents import CreateModel
-from turnstream_server.commands.models import ModelRecord, create_model
-from turnstream_server.commands.sessions import add_member
-from turnstream_server.gateway.access import Authenticated, Caller
 from turnstream_server.gateway.bodies import Body, json_response
 from turnstream_server.gateway.routes.training import submit_model_call
 from turnstream_server.gateway.tinker.json_parts import Int64, Part, Settings, read_fields
+from turnstream_server.gateway.tinker_caller import Authenticated, TinkerCaller
+from turnstream_server.operations.bases import BaseModel
+from turnstream_server.operations.checkpoint_paths import CheckpointPath
+from turnstream_server.operations.checkpoints import read_shared_async
+from turnstream_server.operations.contents import CreateModel
+from turnstream_server.operations.models import ModelRecord, create_model
+from turnstream_server.operations.sessions import add_member
 
 router = APIRouter()
 
@@ -116,7 +116,7 @@ async def get_info(body: Body, caller: Authenticated) -> Response:
     )
 
 
-async def _create_from_checkpoint(caller: Caller, sent: _FromCheckpoint) -> Response:
+async def _create_from_checkpoint(caller: TinkerCaller, sent: _FromCheckpoint) -> Response:
     if sent.weights_access_token:
         raise BatchingError("weights_access_token is not supported: use the key of the weights")
     path = CheckpointPath.parse(sent.path)
@@ -137,7 +137,7 @@ async def _create_from_checkpoint(caller: Caller, sent: _FromCheckpoint) -> Resp
 
 
 async def _create(
-    caller: Caller,
+    caller: TinkerCaller,
     sent: _NewModel,
     *,
     base: BaseModel,

@@ -9,24 +9,24 @@ from fastapi.responses import Response
 from pydantic import Field, StrictInt, StrictStr
 
 from turnstream.errors import BatchingError, RecordError
-from turnstream_server.commands.bases import BaseModel
-from turnstream_server.commands.checkpoint_paths import CheckpointPath
-from turnstream_server.commands.checkpoints import folder_of, read_shared_async
-from turnstream_server.commands.request_ids import RequestId
-from turnstream_server.commands.samplers import (
-    SamplerRecord,
-    refuse_sample,
-    submit_sample,
-    write_sampler_async,
-)
-from turnstream_server.commands.sessions import add_member
-from turnstream_server.gateway.access import Authenticated, Caller
 from turnstream_server.gateway.bodies import Body, LargeBody, json_response
 from turnstream_server.gateway.limits import check_sampling_limits
 from turnstream_server.gateway.state import session_of
 from turnstream_server.gateway.submitting import refused
 from turnstream_server.gateway.tinker.json_parts import Part, read_fields
 from turnstream_server.gateway.tinker.sample_calls import SampleCall, decode_sample_call
+from turnstream_server.gateway.tinker_caller import Authenticated, TinkerCaller
+from turnstream_server.operations.bases import BaseModel
+from turnstream_server.operations.checkpoint_paths import CheckpointPath
+from turnstream_server.operations.checkpoints import folder_of, read_shared_async
+from turnstream_server.operations.request_ids import RequestId
+from turnstream_server.operations.samplers import (
+    SamplerRecord,
+    refuse_sample,
+    submit_sample,
+    write_sampler_async,
+)
+from turnstream_server.operations.sessions import add_member
 
 router = APIRouter()
 
@@ -84,7 +84,7 @@ async def asample(body: LargeBody, caller: Authenticated) -> Response:
 
 
 async def _submit(
-    caller: Caller, call: SampleCall, record: SamplerRecord, base: BaseModel
+    caller: TinkerCaller, call: SampleCall, record: SamplerRecord, base: BaseModel
 ) -> RequestId:
     try:
         sampling = call.sampling()
@@ -95,7 +95,7 @@ async def _submit(
     return await submit_sample(caller.client, record, call.seq_id, *sampling)
 
 
-async def _record(caller: Caller, sent: _NewSampler) -> SamplerRecord:
+async def _record(caller: TinkerCaller, sent: _NewSampler) -> SamplerRecord:
     """Return the new sampling session of a call.
 
     Raises:

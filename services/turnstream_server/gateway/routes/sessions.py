@@ -10,8 +10,12 @@ from fastapi.responses import Response
 from pydantic import Field, StrictStr
 
 from turnstream.errors import EndOfRunError
-from turnstream_server.commands.keys import MODEL_ID
-from turnstream_server.commands.sessions import (
+from turnstream_server.gateway.bodies import Body, json_response
+from turnstream_server.gateway.descriptions import Limit, Offset, text_values
+from turnstream_server.gateway.tinker.json_parts import Part, read_fields
+from turnstream_server.gateway.tinker_caller import Authenticated
+from turnstream_server.operations.keys import MODEL_ID
+from turnstream_server.operations.sessions import (
     Session,
     beat,
     finish_session,
@@ -19,10 +23,6 @@ from turnstream_server.commands.sessions import (
     open_session,
     sessions_of,
 )
-from turnstream_server.gateway.access import Authenticated
-from turnstream_server.gateway.bodies import Body, json_response
-from turnstream_server.gateway.descriptions import Limit, Offset, text_values
-from turnstream_server.gateway.tinker.json_parts import Part, read_fields
 
 public = APIRouter()
 """Routes without a key."""

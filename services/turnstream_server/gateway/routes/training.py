@@ -11,22 +11,6 @@ from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response
 
 from turnstream.errors import BatchingError, RunNotFoundError
-from turnstream_server.commands.checkpoint_paths import CheckpointPath
-from turnstream_server.commands.checkpoints import read_shared_async
-from turnstream_server.commands.contents import (
-    Content,
-    ForwardBackwardRun,
-    LoadWeights,
-    SaveForSampler,
-    encode_content,
-    identity_of,
-    kind_of,
-)
-from turnstream_server.commands.models import ModelRecord
-from turnstream_server.commands.request_ids import RequestId
-from turnstream_server.commands.results import Failure
-from turnstream_server.commands.sessions import add_member
-from turnstream_server.gateway.access import Authenticated, Caller
 from turnstream_server.gateway.bodies import Body, LargeBody
 from turnstream_server.gateway.parsers import IN_LOOP_BYTES
 from turnstream_server.gateway.state import DENSE_BYTES_PER_S, session_of
@@ -41,6 +25,22 @@ from turnstream_server.gateway.submitting import (
 from turnstream_server.gateway.tinker.encodings import JSON, media_type_of
 from turnstream_server.gateway.tinker.model_calls import read_model_call
 from turnstream_server.gateway.tinker.training_calls import decode_training_call, read_training_call
+from turnstream_server.gateway.tinker_caller import Authenticated, TinkerCaller
+from turnstream_server.operations.checkpoint_paths import CheckpointPath
+from turnstream_server.operations.checkpoints import read_shared_async
+from turnstream_server.operations.contents import (
+    Content,
+    ForwardBackwardRun,
+    LoadWeights,
+    SaveForSampler,
+    encode_content,
+    identity_of,
+    kind_of,
+)
+from turnstream_server.operations.models import ModelRecord
+from turnstream_server.operations.request_ids import RequestId
+from turnstream_server.operations.results import Failure
+from turnstream_server.operations.sessions import add_member
 
 router = APIRouter()
 
@@ -68,7 +68,7 @@ async def forward(request: Request, body: LargeBody, caller: Authenticated) -> R
     return await _train(caller, body, route="forward", request=request)
 
 
-def _submits(route: _Route) -> Callable[[bytes, Caller], Awaitable[Response]]:
+def _submits(route: _Route) -> Callable[[bytes, TinkerCaller], Awaitable[Response]]:
     """Return the handler of a numbered call without datums."""
 
     async def handle(body: Body, caller: Authenticated) -> Response:
@@ -81,7 +81,7 @@ for _route in _SUBMITTED:
     router.post(f"/{_route}")(_submits(_route))
 
 
-async def submit_model_call(caller: Caller, body: bytes, *, route: _Route) -> Response:
+async def submit_model_call(caller: TinkerCaller, body: bytes, *, route: _Route) -> Response:
     """Submit a numbered call without datums."""
     call = read_model_call(body, route=route)
     model = await open_model(caller, call.model_id, number=call.seq_id)
@@ -103,7 +103,11 @@ async def submit_model_call(caller: Caller, body: bytes, *, route: _Route) -> Re
 
 
 async def _train(
-    caller: Caller, body: bytes, *, route: Literal["forward_backward", "forward"], request: Request
+    caller: TinkerCaller,
+    body: bytes,
+    *,
+    route: Literal["forward_backward", "forward"],
+    request: Request,
 ) -> Response:
     content_type = request.headers.get("content-type", "")
     parsers, owner = caller.gateway.parsers, caller.owner
@@ -131,7 +135,7 @@ async def _train(
     return await submit_call(caller, request_id, kind, prepared)
 
 
-def _require_dense_room(caller: Caller, num_bytes: int) -> None:
+def _require_dense_room(caller: TinkerCaller, num_bytes: int) -> None:
     """Answer 429, after which the client sends the same call again; its number is not used up."""
     wait_s = caller.gateway.admit_dense(caller.owner, max(0, num_bytes))
     if wait_s:
@@ -140,14 +144,16 @@ def _require_dense_room(caller: Caller, num_bytes: int) -> None:
         raise HTTPException(429, detail, {"Retry-After": str(math.ceil(wait_s))})
 
 
-async def _refusal(caller: Caller, model: ModelRecord, content: Content) -> Failure | None:
+async def _refusal(caller: TinkerCaller, model: ModelRecord, content: Content) -> Failure | None:
     if not isinstance(content, LoadWeights):
         return None
     problem = await _problem_of_checkpoint(caller, model, content.path)
     return refused(problem) if problem else None
 
 
-async def _problem_of_checkpoint(caller: Caller, model: ModelRecord, path: CheckpointPath) -> str:
+async def _problem_of_checkpoint(
+    caller: TinkerCaller, model: ModelRecord, path: CheckpointPath
+) -> str:
     """Return the reason why the model cannot load a checkpoint; "" if it can."""
     if path.model_id == model.model_id:
         return ""  # an earlier call that still waits may save it: the worker checks it in its turn

@@ -10,17 +10,6 @@ from fastapi.responses import Response
 from pydantic import Field, StrictInt, StrictStr
 
 from turnstream.errors import BatchingError
-from turnstream_server.commands.checkpoint_paths import CheckpointPath
-from turnstream_server.commands.checkpoints import (
-    SavedCheckpoint,
-    change_checkpoint,
-    checkpoints_of,
-    delete_checkpoint,
-    read_checkpoint_async,
-    read_shared_async,
-)
-from turnstream_server.commands.models import models_of_owner, read_model_async
-from turnstream_server.gateway.access import Authenticated, Caller
 from turnstream_server.gateway.bodies import Body, json_response
 from turnstream_server.gateway.descriptions import (
     Limit,
@@ -31,6 +20,17 @@ from turnstream_server.gateway.descriptions import (
     timestamp,
 )
 from turnstream_server.gateway.tinker.json_parts import Part, read_fields
+from turnstream_server.gateway.tinker_caller import Authenticated, TinkerCaller
+from turnstream_server.operations.checkpoint_paths import CheckpointPath
+from turnstream_server.operations.checkpoints import (
+    SavedCheckpoint,
+    change_checkpoint,
+    checkpoints_of,
+    delete_checkpoint,
+    read_checkpoint_async,
+    read_shared_async,
+)
+from turnstream_server.operations.models import models_of_owner, read_model_async
 
 router = APIRouter()
 
@@ -147,5 +147,5 @@ def _path(model_id: str, kind: str, name: str) -> CheckpointPath:
         raise HTTPException(404, str(error)) from error
 
 
-async def _saved(caller: Caller, path: CheckpointPath) -> SavedCheckpoint:
+async def _saved(caller: TinkerCaller, path: CheckpointPath) -> SavedCheckpoint:
     return await read_checkpoint_async(caller.client, caller.owner, path)

@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from turnstream.batching.rows.operations import Operation
 from turnstream.errors import BatchingError
-from turnstream_server.commands.contents import ForwardBackwardRun
+from turnstream_server.operations.contents import ForwardBackwardRun
 
 _Result = TypeVar("_Result")
 

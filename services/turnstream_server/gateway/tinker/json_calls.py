@@ -11,7 +11,6 @@ from pydantic import BeforeValidator, Field, PlainValidator, StrictInt
 
 from turnstream.batching.rows.operations import Operation
 from turnstream.errors import BatchingError
-from turnstream_server.commands.contents import ForwardBackwardRun
 from turnstream_server.gateway.tinker.header import CallHeader, DecodeOperation
 from turnstream_server.gateway.tinker.json_parts import (
     Int64,
@@ -26,6 +25,7 @@ from turnstream_server.gateway.tinker.loss_inputs import (
     SparseRows,
     make_operation,
 )
+from turnstream_server.operations.contents import ForwardBackwardRun
 
 _MAX_DATUMS: Final = 4096
 """Datums of one call; the SDK sends up to 1,024."""

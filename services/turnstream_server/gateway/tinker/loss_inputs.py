@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from turnstream.batching.rows.operations import LOSS_INPUTS, Datum, Operation, check_operation
 from turnstream.errors import BatchingError
-from turnstream_server.commands.contents import ForwardBackwardRun
 from turnstream_server.gateway.tinker.run_calls import RUN, make_run_call, require_placeholder
+from turnstream_server.operations.contents import ForwardBackwardRun
 
 _DTYPES: Final[dict[str, str]] = {
     "target_tokens": "int64",

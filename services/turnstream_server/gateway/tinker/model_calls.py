@@ -13,9 +13,11 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from turnstream.errors import BatchingError
-from turnstream_server.commands.age import check_recipients
-from turnstream_server.commands.checkpoint_paths import CheckpointPath, checkpoint_name
-from turnstream_server.commands.contents import (
+from turnstream_server.gateway.tinker.json_parts import Part, Settings, read_header, read_part
+from turnstream_server.gateway.tinker.run_calls import make_run_call
+from turnstream_server.operations.age import check_recipients
+from turnstream_server.operations.checkpoint_paths import CheckpointPath, checkpoint_name
+from turnstream_server.operations.contents import (
     Content,
     ForwardBackwardRun,
     LoadWeights,
@@ -24,8 +26,6 @@ from turnstream_server.commands.contents import (
     SaveForSampler,
     SaveWeights,
 )
-from turnstream_server.gateway.tinker.json_parts import Part, Settings, read_header, read_part
-from turnstream_server.gateway.tinker.run_calls import make_run_call
 
 _Number = Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)]
 _Beta = Annotated[_Number, Field(lt=1)]

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from turnstream.batching.rows.operations import Operation
 from turnstream.errors import BatchingError, RecordError
 from turnstream.wire import tinker_pb2 as wire
-from turnstream_server.commands.contents import ForwardBackwardRun
 from turnstream_server.gateway.tinker.header import CallHeader, DecodeOperation
 from turnstream_server.gateway.tinker.loss_inputs import (
     LossInput,
@@ -22,6 +21,7 @@ from turnstream_server.gateway.tinker.loss_inputs import (
     require_tokens,
 )
 from turnstream_server.gateway.tinker.message_fields import check_fields
+from turnstream_server.operations.contents import ForwardBackwardRun
 
 _DTYPES: Final = {wire.DTYPE_FLOAT32: "<f4", wire.DTYPE_INT64: "<i8"}
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from turnstream.batching.rows.operations import LOSS_SETTINGS
 from turnstream.errors import BatchingError
-from turnstream_server.commands.contents import ForwardBackwardRun
+from turnstream_server.operations.contents import ForwardBackwardRun
 
 RUN: Final = "run"
 """Setting of the loss that names a run."""

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from turnstream.errors import BatchingError
 from turnstream.wire import tinker_pb2 as wire
-from turnstream_server.commands.results import TrainingOutput
 from turnstream_server.gateway.tinker.encodings import Encoded, accepts_protobuf, as_json, as_proto
+from turnstream_server.operations.results import TrainingOutput
 
 _TYPE: Final = "ArrayRecord"
 _REDUCTIONS: Final = ("mean", "sum", "min", "max", "slack", "hash2", "unique")

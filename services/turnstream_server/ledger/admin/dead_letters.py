@@ -22,7 +22,7 @@ from turnstream.store.client.trajectory_names import keys_named
 from turnstream.store.run.configs import read_config
 from turnstream.store.waits.wait_snapshot import KeptDeadLetters
 from turnstream.types import Event, StoredTurn
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.run_script import RunScript
 from turnstream_server.ledger.core.scan import entry_ms, hash_fields, stream_entries
 from turnstream_server.ledger.release.release import release_bytes_command, release_command
@@ -33,7 +33,7 @@ OVER_LIMIT: Final = " above max_dead_bytes"
 _PAGE: Final = 1_000
 _SLICE: Final = 64
 
-_DISCARD: Final = RunScript("discard_dead_letter", "admin", "ledger letters counts")
+_DISCARD: Final = RunScript("discard_dead_letter", "admin", "ledger dead_letters counts")
 
 
 class DeadLetterNotFoundError(RejectedError):
@@ -85,7 +85,7 @@ def read_dead_letters(client: redis.Redis, run: str) -> DeadLetters:
     """Return the dead letters of a run; they are read one after the other."""
     names = keys.run_keys(run)
     _, config = read_config(client, run)
-    found = _read_trajectories(client, names, dict(hash_fields(client, names.letters)))
+    found = _read_trajectories(client, names, dict(hash_fields(client, names.dead_letters)))
     with translating():
         counts: Any = client.hmget(names.counts, "discarded", "dead_bytes")
         events: Any = client.xrange(names.damaged)
@@ -134,7 +134,7 @@ def open_trajectory(client: redis.Redis, run: str, trajectory_id: str) -> DeadCo
     """Return a dead trajectory with its stored records."""
     names = keys.run_keys(run)
     with translating():
-        value: Any = client.hget(names.letters, trajectory_id)
+        value: Any = client.hget(names.dead_letters, trajectory_id)
     found = [] if value is None else _read_trajectories(client, names, {trajectory_id: value})
     if not found:
         name = keys.readable_name(trajectory_id)
@@ -168,9 +168,9 @@ def discard_trajectory(client: redis.Redis, run: str, trajectory_id: str) -> boo
     _, config = read_config(client, run)
     is_new = bool(_DISCARD.call(client, run, trajectory_id, ""))
     # Repeated each time: an earlier call may have been interrupted here.
-    reach("discard.after_entry")
+    failpoint("discard.after_entry")
     run_command(client, release_command(run, trajectory_id, lease_s=config.lease_s))
-    reach("discard.after_payload")
+    failpoint("discard.after_payload")
     run_command(client, release_bytes_command(run, [trajectory_id]))
     return is_new
 
@@ -187,7 +187,7 @@ async def discard_oldest(client: redis.asyncio.Redis, run: str, *, max_bytes: in
     cursor = 0
     while True:
         with translating():
-            page: Any = await client.hscan(keys.run_keys(run).letters, cursor, count=_PAGE)
+            page: Any = await client.hscan(keys.run_keys(run).dead_letters, cursor, count=_PAGE)
         cursor, values = page
         kept |= {name: _since_and_bytes(value) for name, value in values.items()}
         if cursor == 0:

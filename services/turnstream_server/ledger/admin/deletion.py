@@ -22,7 +22,7 @@ from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run, is_id
 from turnstream.store.client.scripts import Script, run_command, run_commands
 from turnstream.types.names import RunId
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.scan import hash_fields
 from turnstream_server.ledger.release.release import SHORTEST_TOMBSTONE_S, TOMBSTONE_LEASES
 
@@ -89,16 +89,16 @@ def _delete(client: redis.Redis, run: RunId) -> int:
     fence_ms = run_command(client, command)
     if not fence_ms:
         return 0
-    reach("delete.after_begin")
+    failpoint("delete.after_begin")
     num_trajectories = 0
     with translating():
-        while client.exists(names.doomed):
-            ids = (trajectory_id for trajectory_id, _ in hash_fields(client, names.doomed))
+        while client.exists(names.deleting):
+            ids = (trajectory_id for trajectory_id, _ in hash_fields(client, names.deleting))
             while some := [*itertools.islice(ids, SLICE)]:
                 _remove_payload(client, run, some, fence_ms=fence_ms)
                 num_trajectories += len(some)
-                reach("delete.after_slice")
-    reach("delete.after_payload")
+                failpoint("delete.after_slice")
+    failpoint("delete.after_payload")
     with translating():
         client.srem(keys.RUNS, keys.encode_run(run))
         client.pexpire(names.deleted, fence_ms + TOMBSTONE_OUTLASTS_PAYLOAD_MS)
@@ -124,4 +124,4 @@ def _remove_payload(
         if isinstance(reply, Exception):
             raise reply
     with translating():
-        client.hdel(keys.run_keys(run).doomed, *trajectory_ids)
+        client.hdel(keys.run_keys(run).deleting, *trajectory_ids)

@@ -26,7 +26,7 @@ from turnstream.store.run.configs import read_config
 from turnstream.store.run.runs import list_run
 from turnstream.types import RecoveryToken, VersionAnnounced
 from turnstream.types.names import RunId, checked_run_name
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.frontier import Frontier, Origin, read_frontier
 from turnstream_server.ledger.core.scan import stream_entries
 from turnstream_server.ledger.planning.manifests import read_plan
@@ -81,7 +81,7 @@ def fork_run(
     origin = _find_fork(client, run, new_id, token, config=config)
     if origin is None:
         new_id, origin = _make_fork(client, run, new_id, token, config=config)
-        reach("fork.after_made")
+        failpoint("fork.after_made")
     list_run(client, new_id)
     return origin
 

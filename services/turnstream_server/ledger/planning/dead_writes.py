@@ -49,14 +49,14 @@ def write_death(changes: Changes, attempt: Attempt, died: TrajectoryDied, *, now
     >>> changes = Changes()
     >>> died = TrajectoryDied(key=TrajectoryKey("g", 0), reason="checksum")
     >>> write_death(changes, Attempt("g/0/0", b"sealed:1", b"70"), died, now_ms=5)
-    >>> [words for _, key, words in changes.calls() if key in ("ledger", "letters")]
+    >>> [words for _, key, words in changes.calls() if key in ("ledger", "dead_letters")]
     [('g/0/0', b'=sealed:1'), ('g/0/0', 'dead:checksum'), ('g/0/0', '5:70')]
     """
     name, num_bytes = attempt.trajectory_id, attempt.stored_bytes
     changes.expect("ledger", name, attempt.entry)
     changes.write("HSET", "ledger", name, f"dead:{died.reason}")
     changes.write("ZREM", "deadlines", f"reward:{name}")
-    changes.write("HSET", "letters", name, f"{now_ms}:{num_bytes}")
+    changes.write("HSET", "dead_letters", name, f"{now_ms}:{num_bytes}")
     changes.write_entry("events", encode_event(died))
     changes.add("counts", attempt.state, -1)
     changes.add("counts", "dead", 1)

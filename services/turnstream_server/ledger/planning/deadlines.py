@@ -16,7 +16,7 @@ from turnstream.store.run.budget import lease_of_seal
 from turnstream.store.run.configs import read_config_async
 from turnstream.store.run.leases import MAX_LAPSED, LapsedTrajectory, list_lapsed_async
 from turnstream.types import DeadlineFired, TrajectoryAbandoned
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import (
     Changes,
@@ -72,9 +72,9 @@ async def fire_deadlines(term: Term, *, run_ms: int) -> int:
         )
         if due:
             found = await _read_deadlines(term, due)
-            reach("fire_deadlines.before")
+            failpoint("fire_deadlines.before")
             await write_all(term, [fire(each) for each in found])
-            reach("fire_deadlines.after")
+            failpoint("fire_deadlines.after")
         elif not last or not await _limit_deadlines(term, run_ms=run_ms, last_ms=float(last[1])):
             return int(float(first[1])) - run_ms if first else -1
 
@@ -205,9 +205,9 @@ async def abandon_lapsed(term: Term, *, until_ms: int) -> bool:
     if not lapsed:
         return False
     await _post_seals(term.client, term.run, [each.key.trajectory_id for each in lapsed])
-    reach("abandon_lapsed.before")
+    failpoint("abandon_lapsed.before")
     abandoned = await end_lapsed(term, lapsed, until_ms=until_ms)
-    reach("abandon_lapsed.after")
+    failpoint("abandon_lapsed.after")
     fences = [
         _APPEND(
             keys.trajectory_keys(term.run, each.key.trajectory_id),

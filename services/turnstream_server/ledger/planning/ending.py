@@ -77,7 +77,7 @@ async def read_trajectories(term: Term, ids: Sequence[str]) -> list[Attempt]:
     for start in range(0, len(ids), ALL_READ):
         some = ids[start : start + ALL_READ]
         entries, held = await read_facts(
-            term, ("HMGET", known.ledger, *some), ("HMGET", known.held, *some)
+            term, ("HMGET", known.ledger, *some), ("HMGET", known.payload_bytes, *some)
         )
         found += (Attempt(*each) for each in zip(some, entries, held, strict=True))
     return found
@@ -126,7 +126,7 @@ def end_attempts(
     changes.write_each("HSET", "ledger", entries)
     changes.write_each("ZREM", "leases", leases)
     changes.write_each("ZREM", "deadlines", deadlines)
-    changes.write_each("HDEL", "held", reserved)
+    changes.write_each("HDEL", "payload_bytes", reserved)
     changes.add("budget", "reserved", -num_bytes)
     for state, number in numbers.items():
         changes.add("counts", state, number)

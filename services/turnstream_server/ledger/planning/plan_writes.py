@@ -149,7 +149,7 @@ async def read_planned_groups(term: Term, groups: Sequence[GroupPlan]) -> list[G
     *columns, entries, held = await read_facts(
         term,
         *(("HMGET", key, *names) for key in (known.groups, known.members, known.tasks)),
-        *(("HMGET", key, *ids) for key in (known.ledger, known.held)),
+        *(("HMGET", key, *ids) for key in (known.ledger, known.payload_bytes)),
     )
     attempts = map(Attempt, ids, entries, held)
     return [

@@ -262,7 +262,7 @@ def _finish_prompt(changes: Changes, group: GroupState, *, is_filtered: bool) ->
         return
     changes.write("HDEL", "tasks", group.name)
     if not is_filtered:
-        changes.write("ZADD", "again", group.task, group.task)
+        changes.write("ZADD", "retry", group.task, group.task)
         return
     changes.write("HDEL", "prompts", group.task)
     changes.add("prompts", "done", 1)

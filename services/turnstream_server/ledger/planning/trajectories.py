@@ -45,7 +45,7 @@ async def mark_dead(term: Term, died: TrajectoryDied) -> bool:
 
     async def read() -> Any:
         return await read_facts(
-            term, ("HGET", known.ledger, name), ("HGET", known.held, name), ("TIME",)
+            term, ("HGET", known.ledger, name), ("HGET", known.payload_bytes, name), ("TIME",)
         )
 
     def decide(facts: Any) -> Changes | None:
@@ -79,7 +79,7 @@ async def _read_rejections(
     entries, held, kept, rejected, now, *records = await read_facts(
         term,
         ("HMGET", known.ledger, *ids),
-        ("HMGET", known.held, *ids),
+        ("HMGET", known.payload_bytes, *ids),
         ("XREVRANGE", known.damaged, "+", "-", "COUNT", 1),
         ("ZRANGE", known.rejected, -1, -1),
         ("TIME",),

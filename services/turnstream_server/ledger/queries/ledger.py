@@ -213,7 +213,10 @@ def _read_entries(
     names = keys.run_keys(run)
     reasons: defaultdict[TrajectoryState, Counter[str]] = defaultdict(Counter)
     held_bytes: Counter[TrajectoryState] = Counter()
-    held = {name: _held(names.held, name, value) for name, value in hash_fields(client, names.held)}
+    held = {
+        name: _held(names.payload_bytes, name, value)
+        for name, value in hash_fields(client, names.payload_bytes)
+    }
     for trajectory_id, value in hash_fields(client, names.ledger):
         with reading(names.ledger, trajectory_id):
             state, rest = parse_entry(value, frontier)

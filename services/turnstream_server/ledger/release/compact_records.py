@@ -17,7 +17,7 @@ from turnstream_server.ledger.core.scan import hash_fields
 
 def read_past_batch(client: redis.Redis, run: str, step: int) -> CompactBatch | None:
     """Return the compact record of a step, or None."""
-    past = keys.run_keys(run).past
+    past = keys.run_keys(run).finished_batches
     with reading(past), translating():
         record: Any = client.hget(past, str(step))
     if record is None:
@@ -28,7 +28,7 @@ def read_past_batch(client: redis.Redis, run: str, step: int) -> CompactBatch | 
 
 def find_past_step(client: redis.Redis, run: str, key: TrajectoryKey) -> int | None:
     """Return the step whose compact record names a trajectory, or None."""
-    past = keys.run_keys(run).past
+    past = keys.run_keys(run).finished_batches
     for step, record in hash_fields(client, past):
         with reading(past, step):
             if names_group(record, key.group_id) and key in decode_batch(record).trajectories:
@@ -38,7 +38,7 @@ def find_past_step(client: redis.Redis, run: str, key: TrajectoryKey) -> int | N
 
 def past_batches(client: redis.Redis, run: str) -> Iterator[CompactBatch]:
     """Yield the compact records of released batches."""
-    past = keys.run_keys(run).past
+    past = keys.run_keys(run).finished_batches
     for step, record in hash_fields(client, past):
         with reading(past, step):
             batch = decode_batch(record)
@@ -47,7 +47,7 @@ def past_batches(client: redis.Redis, run: str) -> Iterator[CompactBatch]:
 
 def find_past_end(client: redis.Redis, run: str, key: TrajectoryKey) -> str | None:
     """Return "<state>:<reason>" of an untrained trajectory in a compact record, or None."""
-    ended = keys.run_keys(run).ended
+    ended = keys.run_keys(run).untrained
     for number, record in hash_fields(client, ended):
         with reading(ended, number):
             end = decode_ends(record).get(key) if names_group(record, key.group_id) else None
@@ -71,7 +71,7 @@ def lost_records(client: redis.Redis, run: str) -> str:
     Earlier releases moved records of old batches to files `ledger-*.bin` in the archive folder.
     No release reads them any more.
     """
-    cold = keys.run_keys(run).cold
+    cold = keys.run_keys(run).archive_files
     with reading(cold):
         newest = max(
             (parsed_number(step.encode()) for step, _ in hash_fields(client, cold)), default=0

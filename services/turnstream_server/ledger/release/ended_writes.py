@@ -70,7 +70,7 @@ def replace_ended(facts: EndedFacts, *, number: int, record: bytes) -> Changes |
         changes.add("reasons", reason, count)
     changes.write_each("HDEL", "rewards", [*facts.entries])
     changes.write_each("HDEL", "ledger", [*facts.entries])
-    changes.write("HSET", "ended", number, record)
+    changes.write("HSET", "untrained", number, record)
     changes.write("HSET", "frontier", "ends", number)
     return changes
 

@@ -27,7 +27,7 @@ from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import no_such_run
 from turnstream.store.client.scripts import Command, Script, run_commands_async
 from turnstream.store.run.configs import read_config_async
-from turnstream_server.failpoints import reach
+from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.run_script import RunScript
 from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import (
@@ -73,7 +73,7 @@ STEP_SLICE: Final = 16
 """Steps whose plans one round trip replaces."""
 
 _RELEASE = Script("release_payload", "turnstream_server.ledger.release")
-_RELEASE_BYTES = RunScript("release_bytes", "release", "ledger held budget wake")
+_RELEASE_BYTES = RunScript("release_bytes", "release", "ledger payload_bytes budget wake")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,13 +165,13 @@ async def release_payload(
     abandoned: Container[str] = (),
 ) -> None:
     """Delete payload, and then return its bytes to the budget; the ledger must name it."""
-    reach("release_payload.before")
+    failpoint("release_payload.before")
     commands = (
         release_command(run, each, lease_s=lease_s, is_abandoned=each in abandoned)
         for each in trajectory_ids
     )
     await _run_all(client, commands)
-    reach("release_bytes.before")
+    failpoint("release_bytes.before")
     slices = _sliced(trajectory_ids, COMPACT_SLICE)
     await _run_all(client, (release_bytes_command(run, some) for some in slices))
 

@@ -130,7 +130,7 @@ def finish_names(changes: Changes, names: Sequence[str]) -> None:
     for name in names:
         bucket, fingerprint = fingerprint_of(name)
         buckets[bucket] = buckets.get(bucket, b"") + fingerprint
-    changes.extend_each("over", buckets)
+    changes.extend_each("finished_groups", buckets)
 
 
 def fingerprint_of(name: str) -> tuple[str, bytes]:
@@ -165,7 +165,7 @@ def finish(facts: FoldedFacts, records: Mapping[int, bytes]) -> list[Changes]:
         changes.expect("frontier", "released", facts.released)
         changes.expect("frontier", "folded", stored)
         changes.expect("snapshot", "step", facts.snapshot_step)
-        changes.write("HSET", "past", step, records[step])
+        changes.write("HSET", "finished_batches", step, records[step])
         changes.write("XTRIM", "plan", "MINID", f"{step + 1}-0")
         changes.write("HDEL", "batches", step - 1)
         whats = ("planned", "stepped", "committed")

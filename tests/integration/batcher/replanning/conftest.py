@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.stored import content_of
-from testkit.houses import House
+from testkit.clusters import Cluster
 from turnstream.batching.merge.plan import Manifest
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
@@ -25,7 +25,7 @@ from turnstream_server.ledger.sessions.observers import declare_observer, note_o
 
 
 @pytest.fixture
-def planned(house):
+def planned(cluster):
     """Starts a run of groups, its batcher and its trainer, once a step is delivered."""
 
     async def start(
@@ -35,9 +35,9 @@ def planned(house):
         upkeep: Upkeep = DEFAULT_UPKEEP,
         **fields: Any,
     ):
-        run = house.create_run(**{"batch_groups": 1, **fields})
-        trainer = house.trainer(await house.start_batcher(upkeep=upkeep), run)
-        await house.publish(run, *groups, closes=closes)
+        run = cluster.create_run(**{"batch_groups": 1, **fields})
+        trainer = cluster.trainer(await cluster.start_batcher(upkeep=upkeep), run)
+        await cluster.publish(run, *groups, closes=closes)
         await trainer.start("a")
         await trainer.get(step)
         return run, trainer
@@ -46,27 +46,27 @@ def planned(house):
 
 
 @pytest.fixture
-def replan(house):
+def replan(cluster):
     """Asks for it, and waits for the answer."""
 
     def ask(run: str) -> str:
-        return await_replan(house.client, run, request_replan(house.client, run), wait_s=30)
+        return await_replan(cluster.client, run, request_replan(cluster.client, run), wait_s=30)
 
     return lambda run: asyncio.to_thread(ask, run)
 
 
 @pytest.fixture
-def store(house) -> StoreReader:
+def store(cluster) -> StoreReader:
     """Reads what the store has of a run."""
-    return StoreReader(house)
+    return StoreReader(cluster)
 
 
 class StoreReader:
     """The state of a run in the store, for comparisons."""
 
-    def __init__(self, house: House) -> None:
-        self.url = house.url
-        self.client = house.client
+    def __init__(self, cluster: Cluster) -> None:
+        self.url = cluster.url
+        self.client = cluster.client
 
     def letters(self, run: str) -> dict[str, str]:
         """The dead letters, with their reasons."""
@@ -130,6 +130,6 @@ class StoreReader:
         """The bytes of every trajectory in a state, one by one."""
         names = keys.run_keys(run)
         ledger: Any = self.client.hgetall(names.ledger)
-        held: Any = self.client.hgetall(names.held)
+        held: Any = self.client.hgetall(names.payload_bytes)
         start = f"{state}:".encode()
         return sum(int(held.get(name, 0)) for name, of in ledger.items() if of.startswith(start))

@@ -11,14 +11,14 @@ from turnstream.store.run.rewards import post_reward
 from turnstream.types import SealedTrajectory, TrajectoryKey, TrajectoryState
 
 
-async def test_two_steps_are_planned_again_without_a_damaged_member(house, replan, store, of_3):
-    run = house.create_run(batch_groups=2)
-    first = await house.start_batcher()
-    trainer = house.trainer(first, run)
-    await house.publish(run, of_3("g0"), group("g1"), group("g2"), group("g3"))
+async def test_two_steps_are_planned_again_without_a_damaged_member(cluster, replan, store, of_3):
+    run = cluster.create_run(batch_groups=2)
+    first = await cluster.start_batcher()
+    trainer = cluster.trainer(first, run)
+    await cluster.publish(run, of_3("g0"), group("g1"), group("g2"), group("g3"))
     await trainer.start("a")
     before = await trainer.get(2)
-    house.damage(run, "g0/1/0")
+    cluster.damage(run, "g0/1/0")
 
     done = await replan(run)
     await trainer.start("b")
@@ -31,20 +31,20 @@ async def test_two_steps_are_planned_again_without_a_damaged_member(house, repla
     ]
     assert pulled[1].mini_batch.info.manifest_hash != before[0].mini_batch.info.manifest_hash
     assert [each.mini_batch.info.revision for each in pulled] == [1, 1]
-    assert house.states(run) == {TrajectoryState.PLANNED: 8, TrajectoryState.DEAD: 1}
+    assert cluster.states(run) == {TrajectoryState.PLANNED: 8, TrajectoryState.DEAD: 1}
     assert "checksum" in store.letters(run)["g0/1/0"]
 
 
-async def test_group_too_small_without_its_dead_frees_capacity(house, planned, replan, store):
+async def test_group_too_small_without_its_dead_frees_capacity(cluster, planned, replan, store):
     run, trainer = await planned(group("g0"), group("g1"), group("g2"), step=2)
-    house.damage(run, "g0/0/0")
+    cluster.damage(run, "g0/0/0")
 
     await replan(run)
     await trainer.start("b")
     pulled = [*await trainer.get(1), *await trainer.get(2)]
 
     assert [each.mini_batch.rows.group_id for each in pulled] == [["g1", "g1"], ["g2", "g2"]]
-    assert house.states(run) == {
+    assert cluster.states(run) == {
         TrajectoryState.PLANNED: 4,
         TrajectoryState.INCOMPLETE: 1,
         TrajectoryState.DEAD: 1,
@@ -58,17 +58,17 @@ async def test_group_too_small_without_its_dead_frees_capacity(house, planned, r
 
 
 async def test_group_whose_seals_are_damaged_or_changed_is_dropped_whole(
-    house, planned, replan, store
+    cluster, planned, replan, store
 ):
     run, trainer = await planned(group("g0"), group("g1"), group("g2"), step=2)
-    house.damage(run, "g0/0/0")
-    house.damage(run, "g1/0/0", record=-1)
+    cluster.damage(run, "g0/0/0")
+    cluster.damage(run, "g1/0/0", record=-1)
 
     def change_seal(records: list[bytes]) -> list[bytes]:
         seal = cast("SealedTrajectory", decode_event(records[-1]))
         return [*records[:-1], encode_event(replace(seal, payload_crcs=(7,)))]
 
-    house.change_records(keys.trajectory_keys(run, "g1/1/0").turns, change_seal)
+    cluster.change_records(keys.trajectory_keys(run, "g1/1/0").turns, change_seal)
 
     await replan(run)
     await trainer.start("b")
@@ -78,25 +78,25 @@ async def test_group_whose_seals_are_damaged_or_changed_is_dropped_whole(
     assert "its seal cannot be read" in store.letters(run)["g1/0/0"]
     assert store.letters(run)["g1/1/0"] == "its seal is not the one that it was planned with"
     assert pulled.mini_batch.rows.group_id == ["g2", "g2"]
-    assert house.states(run) == {
+    assert cluster.states(run) == {
         TrajectoryState.PLANNED: 2,
         TrajectoryState.INCOMPLETE: 1,
         TrajectoryState.DEAD: 3,
     }
 
 
-async def test_later_posted_reward_still_counts_after_a_replan(house, replan, store):
-    run, trainer = await house.serve(batch_groups=1)
+async def test_later_posted_reward_still_counts_after_a_replan(cluster, replan, store):
+    run, trainer = await cluster.serve(batch_groups=1)
     members = [
         replace(trajectory(turn("ab", "CD"), sample=s, reward=None), awaits_reward=True)
         for s in range(3)
     ]
-    await house.publish(run, group("g0", *members))
+    await cluster.publish(run, group("g0", *members))
     for sample in range(3):
-        post_reward(house.client, run, TrajectoryKey("g0", sample), reward=float(sample))
+        post_reward(cluster.client, run, TrajectoryKey("g0", sample), reward=float(sample))
     await trainer.start("a")
     await trainer.get(1)
-    house.damage(run, "g0/0/0")
+    cluster.damage(run, "g0/0/0")
 
     await replan(run)
     await trainer.start("b")
@@ -106,16 +106,18 @@ async def test_later_posted_reward_still_counts_after_a_replan(house, replan, st
     assert [member.reward for member in planned] == [1.0, 2.0]
 
 
-async def test_steps_of_two_configs_are_planned_again_by_the_later_one(house, replan, store, of_3):
-    run = house.create_run(batch_groups=1)
-    before = read_revisions(house.client, run).last.config
-    revise_config(house.client, run, replace(before, batch_groups=2), from_step=2)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, of_3("g0"), group("g1"), group("g2"))
+async def test_steps_of_two_configs_are_planned_again_by_the_later_one(
+    cluster, replan, store, of_3
+):
+    run = cluster.create_run(batch_groups=1)
+    before = read_revisions(cluster.client, run).last.config
+    revise_config(cluster.client, run, replace(before, batch_groups=2), from_step=2)
+    trainer = cluster.trainer(await cluster.start_batcher(), run)
+    await cluster.publish(run, of_3("g0"), group("g1"), group("g2"))
     await trainer.start("a")
     await trainer.get(2)
     most = store.most_live(run)
-    house.damage(run, "g0/0/0")
+    cluster.damage(run, "g0/0/0")
 
     await replan(run)
     await trainer.start("b")
@@ -124,19 +126,19 @@ async def test_steps_of_two_configs_are_planned_again_by_the_later_one(house, re
     assert [each.mini_batch.rows.group_id for each in pulled] == [["g0", "g0"], ["g1", "g1"]]
     assert pulled[0].mini_batch.info.config_revision == 2
     assert (most, store.most_live(run)) == (1 + 2 * 1000, 2 + 2 * 1000)
-    assert read_revisions(house.client, run).last.from_step == 1
+    assert read_revisions(cluster.client, run).last.from_step == 1
 
 
-async def test_config_from_before_the_damaged_step_stays_in_force(house, replan, of_3):
-    run = house.create_run(batch_groups=1)
-    before = read_revisions(house.client, run).last.config
-    revise_config(house.client, run, replace(before, group_filters=ZERO_VARIANCE), from_step=2)
-    trainer = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, group("g0"), group("g1"), of_3("g2"))
+async def test_config_from_before_the_damaged_step_stays_in_force(cluster, replan, of_3):
+    run = cluster.create_run(batch_groups=1)
+    before = read_revisions(cluster.client, run).last.config
+    revise_config(cluster.client, run, replace(before, group_filters=ZERO_VARIANCE), from_step=2)
+    trainer = cluster.trainer(await cluster.start_batcher(), run)
+    await cluster.publish(run, group("g0"), group("g1"), of_3("g2"))
     await trainer.start("a")
     await trainer.stepped(await trainer.get(1))
     await trainer.get(3)
-    house.damage(run, "g2/0/0")
+    cluster.damage(run, "g2/0/0")
 
     assert (await replan(run)).startswith("steps 3 to 3;")
-    assert read_revisions(house.client, run).last.from_step == 2
+    assert read_revisions(cluster.client, run).last.from_step == 2

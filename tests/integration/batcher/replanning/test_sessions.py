@@ -15,13 +15,13 @@ from turnstream.errors import (
 from turnstream.store.client import keys
 from turnstream.types import TrajectoryState
 from turnstream_server.batcher.planner.snapshotting import Upkeep
-from turnstream_server.jobs.summary import RunHistory
+from turnstream_server.console.summary import RunHistory
 
 
 async def test_session_ends_and_the_next_continues_after_the_stepped_steps(
-    house, replan, caplog, store, of_3
+    cluster, replan, caplog, store, of_3
 ):
-    run, trainer = await house.started(
+    run, trainer = await cluster.started(
         group("g0"), of_3("g1"), group("g2"), batch_groups=1, session="a"
     )
     first = await trainer.get(1)
@@ -29,7 +29,7 @@ async def test_session_ends_and_the_next_continues_after_the_stepped_steps(
     await trainer.committed(token)
     old = await trainer.get(2)
     await wait_until_async(lambda: store.planned(run) == 3)
-    house.damage(run, "g1/2/0")
+    cluster.damage(run, "g1/2/0")
 
     with caplog.at_level(logging.WARNING):
         done = await replan(run)
@@ -58,14 +58,14 @@ async def test_session_ends_and_the_next_continues_after_the_stepped_steps(
     ids = [row_id for rows in trained for row_id in rows.row_id]
     assert ids == list(range(6))
     assert store.chain(run) == [1, 2, 3]
-    assert house.states(run)[TrajectoryState.DEAD] == 1
+    assert cluster.states(run)[TrajectoryState.DEAD] == 1
 
 
-async def test_a_step_that_is_stepped_stays_as_it_was_planned(house, replan, store):
-    run, trainer = await house.started(group("g0"), group("g1"), batch_groups=1, session="a")
+async def test_a_step_that_is_stepped_stays_as_it_was_planned(cluster, replan, store):
+    run, trainer = await cluster.started(group("g0"), group("g1"), batch_groups=1, session="a")
     await trainer.stepped(await trainer.get(1))
     await wait_until_async(lambda: store.planned(run) == 2)
-    house.damage(run, "g0/0/0")
+    cluster.damage(run, "g0/0/0")
     before = store.digest(run)
 
     with pytest.raises(ConflictError, match="no payload after step 1 is damaged"):
@@ -74,35 +74,37 @@ async def test_a_step_that_is_stepped_stays_as_it_was_planned(house, replan, sto
     assert store.digest(run) == before
 
 
-async def test_damaged_plan_itself_is_not_withdrawn_and_the_run_continues(house, replan, store):
+async def test_damaged_plan_itself_is_not_withdrawn_and_the_run_continues(cluster, replan, store):
     # More steps than a replica keeps plans of: the first is read from the store again.
     num_steps = 10
-    run, trainer = await house.serve(batch_groups=1, max_planned_ahead=num_steps)
-    await house.publish(run, *[group(f"g{number}") for number in range(num_steps)])
+    run, trainer = await cluster.serve(batch_groups=1, max_planned_ahead=num_steps)
+    await cluster.publish(run, *[group(f"g{number}") for number in range(num_steps)])
     await wait_until_async(lambda: store.planned(run) == num_steps)
     plan = keys.run_keys(run).plan
-    entries: Any = house.client.xrange(plan)
-    house.client.delete(plan)
+    entries: Any = cluster.client.xrange(plan)
+    cluster.client.delete(plan)
     for entry_id, fields in entries:
         record = bytearray(fields[b"r"])
         record[-9] ^= entry_id == b"1-0"
-        house.client.xadd(plan, {"r": bytes(record)}, id=entry_id)
+        cluster.client.xadd(plan, {"r": bytes(record)}, id=entry_id)
 
     with pytest.raises(ConflictError, match="the checksum of a manifest record"):
         await replan(run)
-    await house.publish(run, group("g10"))
+    await cluster.publish(run, group("g10"))
     await trainer.start("a")
     (last,) = await trainer.get(num_steps + 1)
 
     assert last.mini_batch.rows.group_id == ["g10", "g10"]
 
 
-async def test_continuing_from_a_withdrawn_plan_is_refused_by_its_hash(house, replan, store, of_3):
-    run, trainer = await house.started(of_3("g0"), group("g1"), batch_groups=1, session="a")
+async def test_continuing_from_a_withdrawn_plan_is_refused_by_its_hash(
+    cluster, replan, store, of_3
+):
+    run, trainer = await cluster.started(of_3("g0"), group("g1"), batch_groups=1, session="a")
     seen = (await trainer.get(1))[0].mini_batch.info.manifest_hash
     await trainer.get(2)
     await store.observe(run, seen_step=2)
-    house.damage(run, "g0/1/0")
+    cluster.damage(run, "g0/1/0")
 
     await replan(run)
     await wait_until_async(lambda: store.planned(run) == 2)
@@ -113,9 +115,9 @@ async def test_continuing_from_a_withdrawn_plan_is_refused_by_its_hash(house, re
 
 
 async def test_a_step_that_comes_back_after_a_rollback_may_be_planned_again(
-    house, replan, store, of_3
+    cluster, replan, store, of_3
 ):
-    run, trainer = await house.started(
+    run, trainer = await cluster.started(
         group("g0"), of_3("g1"), group("g2"), group("g3"), batch_groups=1, session="a"
     )
     token = await trainer.stepped(await trainer.get(1))
@@ -123,7 +125,7 @@ async def test_a_step_that_comes_back_after_a_rollback_may_be_planned_again(
     lost = await trainer.stepped(await trainer.get(2))
     await wait_until_async(lambda: store.planned(run) == 4)
     await trainer.start("b", token=str(token))
-    house.damage(run, "g1/0/0")
+    cluster.damage(run, "g1/0/0")
 
     done = await replan(run)
     with pytest.raises(StoreBehindError):
@@ -134,47 +136,49 @@ async def test_a_step_that_comes_back_after_a_rollback_may_be_planned_again(
 
     assert done.startswith("steps 2 to 4;")
     assert store.chain(run) == [1, 2, 3, 4]
-    assert house.states(run) == {
+    assert cluster.states(run) == {
         TrajectoryState.COMMITTED: 2,
         TrajectoryState.STEPPED: 6,
         TrajectoryState.DEAD: 1,
     }
 
 
-async def test_rank_and_operator_get_the_damage_and_the_command(house, replan, store, of_3):
-    run = house.create_run(batch_groups=1)
-    planner = house.trainer(await house.start_batcher(), run)
-    await house.publish(run, of_3("g0"))
+async def test_rank_and_operator_get_the_damage_and_the_command(cluster, replan, store, of_3):
+    run = cluster.create_run(batch_groups=1)
+    planner = cluster.trainer(await cluster.start_batcher(), run)
+    await cluster.publish(run, of_3("g0"))
     await planner.start("a")
     await planner.get(1)
-    other = house.trainer(await house.start_batcher(), run)  # the first one leads, and keeps rows
-    house.damage(run, "g0/1/0")
+    other = cluster.trainer(
+        await cluster.start_batcher(), run
+    )  # the first one leads, and keeps rows
+    cluster.damage(run, "g0/1/0")
     other.session_epoch = planner.session_epoch
 
     with pytest.raises(CorruptRecordError, match=f"g0/1/0: .*`turnstream run replan '{run}'`"):
         await other.get(1)
-    why = house.why(run)
+    why = cluster.why(run)
     await replan(run)
 
     assert "step 1: damaged payload of g0/1/0: the checksum" in why
     assert f"`turnstream run replan '{run}'`" in why
-    assert "damaged" not in house.why(run)
+    assert "damaged" not in cluster.why(run)
 
 
-async def test_observer_keeps_released_steps_and_drops_withdrawn_ones(house, replan, store, of_3):
-    run = house.create_run(batch_groups=1, retain_checkpoints=1)
-    trainer = house.trainer(await house.start_batcher(upkeep=Upkeep(snapshot_steps=1)), run)
-    await house.publish(run, of_3("g0"), group("g1"))
+async def test_observer_keeps_released_steps_and_drops_withdrawn_ones(cluster, replan, store, of_3):
+    run = cluster.create_run(batch_groups=1, retain_checkpoints=1)
+    trainer = cluster.trainer(await cluster.start_batcher(upkeep=Upkeep(snapshot_steps=1)), run)
+    await cluster.publish(run, of_3("g0"), group("g1"))
     await trainer.start("a")
     first = await trainer.get(1)
-    history = RunHistory(house.client, run)
+    history = RunHistory(cluster.client, run)
     history.summary()
     await trainer.committed(await trainer.stepped(first))
-    await house.publish(run, of_3("g2"))
+    await cluster.publish(run, of_3("g2"))
     plan = keys.run_keys(run).plan
-    await wait_until_async(lambda: store.planned(run) == 3 and house.client.xlen(plan) == 2)
+    await wait_until_async(lambda: store.planned(run) == 3 and cluster.client.xlen(plan) == 2)
     before = history.summary()
-    house.damage(run, "g1/0/0")
+    cluster.damage(run, "g1/0/0")
 
     await replan(run)
     await wait_until_async(lambda: store.planned(run) == 2)

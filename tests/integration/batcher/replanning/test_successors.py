@@ -15,62 +15,62 @@ from turnstream_server.batcher.planner.snapshotting import Upkeep
 
 @pytest.mark.parametrize("selection", ["ready_first", "in_order"])
 async def test_leader_that_starts_after_the_withdrawal_makes_the_same_plans(
-    house, replan, selection, store, of_3
+    cluster, replan, selection, store, of_3
 ):
     # One leader continues. The other stops right after the withdrawal, while the run is paused.
     runs = [
-        house.create_run(batch_groups=2, selection=selection, group_filters=ZERO_VARIANCE)
+        cluster.create_run(batch_groups=2, selection=selection, group_filters=ZERO_VARIANCE)
         for _ in range(2)
     ]
-    first = await house.start_batcher(lease_s=0.5)
+    first = await cluster.start_batcher(lease_s=0.5)
     for run in runs:
-        trainer = house.trainer(first, run)
-        await house.publish(run, of_3("g0"), group("g1"), group("g2"), group("g3"), group("g4"))
+        trainer = cluster.trainer(first, run)
+        await cluster.publish(run, of_3("g0"), group("g1"), group("g2"), group("g3"), group("g4"))
         await trainer.start("a")
         await trainer.get(2)
-        house.damage(run, "g0/1/0")
-        house.damage(run, "g2/0/0")
+        cluster.damage(run, "g0/1/0")
+        cluster.damage(run, "g2/0/0")
     await replan(runs[0])
     await wait_until_async(lambda: store.planned(runs[0]) == 2)
-    pause_run(house.client, runs[1])
+    pause_run(cluster.client, runs[1])
     await replan(runs[1])
     assert store.planned(runs[1]) == 0
     await first.stop()
 
-    second = await house.start_batcher()
-    resume_run(house.client, runs[1])
+    second = await cluster.start_batcher()
+    resume_run(cluster.client, runs[1])
     await wait_until_async(lambda: store.planned(runs[1]) == 2)
     for run in runs:
-        trainer = house.trainer(second, run)
+        trainer = cluster.trainer(second, run)
         await trainer.start("b")
         await trainer.stepped(await trainer.get(1))
-        await house.publish(run, group("g5"), group("g6"))
+        await cluster.publish(run, group("g5"), group("g6"))
         await trainer.get(3)
 
     assert store.plans(runs[0]) == store.plans(runs[1])
     assert store.chain(runs[1]) == [1, 2, 3]
-    assert house.states(runs[0]) == house.states(runs[1])
+    assert cluster.states(runs[0]) == cluster.states(runs[1])
 
 
 async def test_successor_with_snapshots_makes_the_same_plans_after_a_withdrawal(
-    house, replan, store, of_3
+    cluster, replan, store, of_3
 ):
-    run = house.create_run(batch_groups=1)
+    run = cluster.create_run(batch_groups=1)
     often = Upkeep(snapshot_events=1, snapshot_steps=1)
-    first = await house.start_batcher(lease_s=0.5, upkeep=often)
-    trainer = house.trainer(first, run)
-    await house.publish(run, of_3("g0"), of_3("g1"))
+    first = await cluster.start_batcher(lease_s=0.5, upkeep=often)
+    trainer = cluster.trainer(first, run)
+    await cluster.publish(run, of_3("g0"), of_3("g1"))
     await trainer.start("a")
     await trainer.get(2)
-    house.damage(run, "g0/1/0")
+    cluster.damage(run, "g0/1/0")
     await replan(run)
     await trainer.start("b")
     await trainer.get(2)
     await first.stop()
 
-    second = await house.start_trainer(run, upkeep=often, session="c")
+    second = await cluster.start_trainer(run, upkeep=often, session="c")
     await second.stepped(await second.get(1))
-    await house.publish(run, group("g2"))
+    await cluster.publish(run, group("g2"))
     (pulled,) = await second.get(3)
 
     assert pulled.mini_batch.rows.trajectory_id == ["g2/0/0", "g2/1/0"]
@@ -78,10 +78,10 @@ async def test_successor_with_snapshots_makes_the_same_plans_after_a_withdrawal(
     assert store.chain(run) == [1, 2, 3]
 
 
-async def test_a_run_that_had_ended_ends_again_with_what_is_left(house, planned, replan, store):
+async def test_a_run_that_had_ended_ends_again_with_what_is_left(cluster, planned, replan, store):
     run, trainer = await planned(group("g0"), group("g1"), closes=True, step=2)
-    await wait_until_async(lambda: house.frontier(run).is_finished)
-    house.damage(run, "g0/0/0")
+    await wait_until_async(lambda: cluster.frontier(run).is_finished)
+    cluster.damage(run, "g0/0/0")
 
     await replan(run)
     await trainer.start("b")
@@ -95,7 +95,7 @@ async def test_a_run_that_had_ended_ends_again_with_what_is_left(house, planned,
 
 @pytest.mark.parametrize("is_planned_again_at_once", [False, True])
 async def test_ends_in_a_withdrawn_group_leave_the_ledger_when_planned_again(
-    house, replan, caplog, monkeypatch, is_planned_again_at_once
+    cluster, replan, caplog, monkeypatch, is_planned_again_at_once
 ):
     # The releaser finds the group planned. It folds the ends after the plan is withdrawn.
     found, is_withdrawn, is_refused, is_planned_again = (asyncio.Event() for _ in range(4))
@@ -114,26 +114,26 @@ async def test_ends_in_a_withdrawn_group_leave_the_ledger_when_planned_again(
 
     monkeypatch.setattr(releaser, "compact_ended", fold)
     monkeypatch.setattr(releaser, "SEARCH_REST", 0)  # the search waits here for the test
-    run = house.create_run(batch_groups=1, deadline_policy="train_short", group_deadline_s=60.0)
-    trainer = house.trainer(await house.start_batcher(upkeep=Upkeep(compact_ended=1)), run)
+    run = cluster.create_run(batch_groups=1, deadline_policy="train_short", group_deadline_s=60.0)
+    trainer = cluster.trainer(await cluster.start_batcher(upkeep=Upkeep(compact_ended=1)), run)
     rewards = enumerate((0.0, 1.0, 2.0, None))
     members = [trajectory(turn("ab", "CD"), sample=each, reward=own) for each, own in rewards]
-    await house.publish(run, group("g0", *members))
+    await cluster.publish(run, group("g0", *members))
     await trainer.start("a")
     await trainer.get(1)
     await found.wait()
-    house.damage(run, "g0/0/0")
-    pause_run(house.client, run)
+    cluster.damage(run, "g0/0/0")
+    pause_run(cluster.client, run)
     await replan(run)
 
     is_withdrawn.set()
     await is_refused.wait()
-    resume_run(house.client, run)
+    resume_run(cluster.client, run)
     await trainer.start("b")
     (pulled,) = await trainer.get(1)
     is_planned_again.set()
     frontier = keys.run_keys(run).frontier
-    await wait_until_async(lambda: house.client.hget(frontier, "ends") == b"1")
+    await wait_until_async(lambda: cluster.client.hget(frontier, "ends") == b"1")
 
     assert pulled.mini_batch.rows.trajectory_id == ["g0/1/0", "g0/2/0"]
     assert "failed" not in caplog.text

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from turnstream.errors import BatchingError, RecordError
-from turnstream_server.commands.checkpoint_paths import CheckpointPath
-from turnstream_server.commands.contents import (
+from turnstream_server.gateway.tinker.model_calls import ModelCall, read_model_call
+from turnstream_server.operations.checkpoint_paths import CheckpointPath
+from turnstream_server.operations.contents import (
     LoadWeights,
     OptimStep,
     SaveExternal,
     SaveForSampler,
     SaveWeights,
 )
-from turnstream_server.gateway.tinker.model_calls import ModelCall, read_model_call
 
 RECORDED = Path(__file__).parent / "recorded"
 RECIPIENT = "age10tprv6shyzh8k6z3y4uj6s0wu75td07y4r8k4wmp96fq5ser9cyqsts27q"

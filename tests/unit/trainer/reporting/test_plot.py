@@ -11,7 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.jobs.plots import read_metrics
+from turnstream_server.console.plots import read_metrics
 from turnstream_server.trainer.reporting.metrics_files import find_metrics
 from turnstream_server.trainer.reporting.plot import draw, plot_metrics, running_mean
 from turnstream_server.trainer.reporting.sinks.json_lines import read_steps

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from turnstream.errors import InvalidTurnError
-from turnstream.types.names import shown
+from turnstream.types.names import quoted
 
 Column = tuple[str, list[Any]]
 """A field of a response, by its path, and its values."""
@@ -24,7 +24,7 @@ def chosen(source: Any, *, among: str, index: int | None) -> Chosen:
     """Return the output or choice that `index` names; the only one where it is None."""
     if source is None or isinstance(source, str | bytes | int | float | Sequence):
         raise InvalidTurnError(
-            among, f"cannot be read from {shown(source)}; give one response, or one of its {among}"
+            among, f"cannot be read from {quoted(source)}; give one response, or one of its {among}"
         )
     listed = field_of(source, among)
     alone = listed is None
@@ -39,7 +39,7 @@ def chosen(source: Any, *, among: str, index: int | None) -> Chosen:
             "index", f"is None, but {among} has {len(members)}: name one of {numbers}"
         )
     if index is not None and index not in numbers:
-        raise InvalidTurnError("index", f"{shown(index)} is not in {among}, which has {numbers}")
+        raise InvalidTurnError("index", f"{quoted(index)} is not in {among}, which has {numbers}")
     position = 0 if index is None else numbers.index(index)
     return Chosen(members[position], "" if alone else f"{among}[{position}].", position)
 
@@ -99,5 +99,5 @@ def list_of(values: Any, *, field: str) -> list[Any]:
     elif isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
         listed = list(values)
     if not isinstance(listed, list):
-        raise InvalidTurnError(field, f"{shown(values)} is not a list")
+        raise InvalidTurnError(field, f"{quoted(values)} is not a list")
     return listed

@@ -20,7 +20,7 @@ from turnstream.responses.fields import (
 from turnstream.responses.logprobs import checked_logprobs
 from turnstream.responses.outcomes import TurnArguments, routes_of, runs_of, turn_arguments
 from turnstream.responses.streams import whole_response
-from turnstream.types.names import shown
+from turnstream.types.names import quoted
 
 _TOKEN_ID: Final = re.compile(r"token_id:([0-9]+)")
 
@@ -144,7 +144,7 @@ def _check_not_streamed(choice: Any, path: str) -> None:
     field = "finish_reason" if field_of(choice, "delta") is None else "delta"
     raise InvalidTurnError(
         f"{path}{field}",
-        f"{shown(field_of(choice, field))} belongs to a chunk of a stream, which holds only a part "
+        f"{quoted(field_of(choice, field))} belongs to a chunk of a stream, which holds a part "
         "of the response; give a list of all chunks, or send stream=false",
     )
 
@@ -176,7 +176,7 @@ def _ids_of_texts(column: Column | None) -> Column | None:
         position = found.index(None)
         raise InvalidTurnError(
             field,
-            f"{shown(texts[position])} at position {position} has not the form token_id:123 of "
+            f"{quoted(texts[position])} at position {position} has not the form token_id:123 of "
             f"others; {_SEND_IDS}",
         )
     return field, [int(match[1]) for match in matches]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from turnstream.errors import InvalidTurnError
 from turnstream.responses.fields import Column, field_of
 from turnstream.types import Status, VersionRun
-from turnstream.types.names import shown
+from turnstream.types.names import quoted
 
 _STATUSES: Final = {
     "stop": Status.COMPLETED,
@@ -104,7 +104,7 @@ def status_of(reason: Any) -> Status:
         _unknown_reasons.add(str(name))
         _logger.warning(
             "finish_reason %s is unknown: its turns have the status 'error'. Known are %s",
-            *(shown(name), ", ".join(_STATUSES)),
+            *(quoted(name), ", ".join(_STATUSES)),
         )
     return Status.ERROR
 
@@ -148,7 +148,7 @@ def _runs_of_spans(field: str, spans: list[Any], *, num_tokens: int) -> list[Ver
         if not is_range or not position <= start <= end <= num_tokens:
             raise InvalidTurnError(
                 f"{field}[{number}]",
-                f"{shown(span)} is no part of {num_tokens} tokens after token {position}",
+                f"{quoted(span)} is no part of {num_tokens} tokens after token {position}",
             )
         runs.append(VersionRun(None, start - position))
         runs.append(VersionRun(version_of(field_of(span, "version")), end - start))
@@ -201,5 +201,5 @@ def _routes(value: Any, *, field: str, num_rows: int) -> NDArray[Any]:
             return np.load(io.BytesIO(data), allow_pickle=False)
         return np.frombuffer(data, "<i4").reshape(num_rows, -1)
     except (ValueError, TypeError, binascii.Error) as error:
-        message = f"{shown(value)} has no router choices of {num_rows} tokens: {error}"
+        message = f"{quoted(value)} has no router choices of {num_rows} tokens: {error}"
         raise InvalidTurnError(field, message) from error

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from turnstream.errors import InvalidTurnError
 from turnstream.responses.fields import field_of, list_of
-from turnstream.types.names import shown
+from turnstream.types.names import quoted
 
 _OF_RESPONSE: Final = ("prompt_token_ids", "prompt_routed_experts", "sglext", "metadata", "usage")
 _OF_CHOICE: Final = (
@@ -41,7 +41,7 @@ def whole_response(response: Any) -> Any:
     if not chunks or any(not _is_chunk(chunk) for chunk in chunks):
         return chunks
     if len(names := {field_of(chunk, "id") for chunk in chunks}) > 1:
-        raise InvalidTurnError("id", f"{shown(sorted(map(str, names)))} are several responses")
+        raise InvalidTurnError("id", f"{quoted(sorted(map(str, names)))} are several responses")
     return _joined(chunks)
 
 
@@ -55,7 +55,7 @@ def _refuse_other(response: Any) -> None:
         )
     if (error := field_of(response, "error")) or kind == "error":
         raise InvalidTurnError(
-            "error", f"the server has answered with an error: {shown(error or response)}"
+            "error", f"the server has answered with an error: {quoted(error or response)}"
         )
 
 

@@ -153,14 +153,14 @@ def decode_name(encoded: str) -> str:
     return urllib.parse.unquote(encoded)
 
 
-def shown(value: object) -> str:
+def quoted(value: object) -> str:
     """Return a value as an error shows it: its repr, shortened where it is long.
 
-    >>> shown("a"), shown(10**400)
+    >>> quoted("a"), quoted(10**400)
     ("'a'", 'a whole number of 1329 bits')
-    >>> shown("a" * 200)[-24:]
+    >>> quoted("a" * 200)[-24:]
     'aaa... (202 characters)'
-    >>> shown([7] * 1_000_000)[-28:]
+    >>> quoted([7] * 1_000_000)[-28:]
     '7, 7, 7... (1000000 entries)'
     """
     if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
@@ -196,11 +196,11 @@ def text_trouble(text: object) -> str:
     ("'half of a pair: \\ud800' is no valid Unicode", '3 is not a text', '')
     """
     if not isinstance(text, str):
-        return f"{shown(text)} is not a text"
+        return f"{quoted(text)} is not a text"
     try:
         text.encode()
     except UnicodeEncodeError:  # half a surrogate pair has no UTF-8 form
-        return f"{shown(text)} is no valid Unicode"
+        return f"{quoted(text)} is no valid Unicode"
     return ""
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from turnstream.errors import InvalidConfigError, InvalidTurnError
-from turnstream.types.names import checked_text, shown
+from turnstream.types.names import checked_text, quoted
 
 MAX_SECONDS = 1e9
 """Longest timeout, about 30 years: the clocks of threads count no further."""
@@ -24,13 +24,13 @@ def finite_number(value: Any, *, field: str, refusal: _Refusal = InvalidTurnErro
     Every check of this module raises an error of type `refusal`, which names field and value.
     """
     if isinstance(value, str | bytes | bytearray):  # float() would parse them
-        raise refusal(field, f"{shown(value)} is not a number")
+        raise refusal(field, f"{quoted(value)} is not a number")
     try:
         number = float(out_of_its_graph(value))
     except (TypeError, ValueError) as error:
-        raise refusal(field, f"{shown(value)} is not a number") from error
+        raise refusal(field, f"{quoted(value)} is not a number") from error
     except OverflowError as error:
-        raise refusal(field, f"{shown(value)} is not finite as a float") from error
+        raise refusal(field, f"{quoted(value)} is not finite as a float") from error
     if not math.isfinite(number):
         raise refusal(field, f"{number!r} is not finite")
     return number
@@ -48,16 +48,16 @@ def whole_number(
     try:
         number = operator.index(value)
     except TypeError as error:
-        raise refusal(field, f"{shown(value)} is not a whole number") from error
+        raise refusal(field, f"{quoted(value)} is not a whole number") from error
     if not least <= number < limit or isinstance(value, bool):
-        raise refusal(field, f"{shown(value)} is not a whole number from {least} to {limit - 1}")
+        raise refusal(field, f"{quoted(value)} is not a whole number from {least} to {limit - 1}")
     return number
 
 
 def flag(value: Any, *, field: str) -> bool:
     """Return True or False, also of numpy."""
     if not isinstance(value, bool | np.bool_):
-        raise InvalidTurnError(field, f"{shown(value)} is neither True nor False")
+        raise InvalidTurnError(field, f"{quoted(value)} is neither True nor False")
     return bool(cast("bool", value))
 
 
@@ -67,7 +67,7 @@ def seconds(value: Any, *, field: str, least: float = -MAX_SECONDS) -> float:
     number = math.nan if is_flag else finite_number(value, field=field, refusal=InvalidConfigError)
     if not least <= number <= MAX_SECONDS:
         raise InvalidConfigError(
-            field, f"{shown(value)} is not a number of seconds from {least:g} to {MAX_SECONDS:g}"
+            field, f"{quoted(value)} is not a number of seconds from {least:g} to {MAX_SECONDS:g}"
         )
     return number
 
@@ -82,7 +82,7 @@ def named_values(values: Any, *, field: str) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, Mapping):
-        raise InvalidTurnError(field, f"{shown(values)} is not a mapping of names to values")
+        raise InvalidTurnError(field, f"{quoted(values)} is not a mapping of names to values")
     given = cast("Mapping[Any, Any]", values)
     return {checked_text(name, field=field): given[name] for name in given}
 

@@ -12,7 +12,7 @@ from typing import Any, Final, get_args
 from turnstream.batching.config.values import LARGEST_GROUP
 from turnstream.errors import InvalidTurnError, RecordError
 from turnstream.generator.encode.group_checks import checked_key, checked_name
-from turnstream.generator.outbox.calls import MAX_ROUND_BYTES, MAX_ROUND_TURNS
+from turnstream.generator.outbox.rounds import MAX_ROUND_BYTES, MAX_ROUND_TURNS
 from turnstream.generator.requests import (
     Abandon,
     Adopt,
@@ -36,7 +36,7 @@ from turnstream.store.client.keys import parse_trajectory_id
 from turnstream.store.run.leases import MAX_HEARTBEATS
 from turnstream.store.run.tasks import MOST_PASSED
 from turnstream.types import Leftover, TrajectoryKey
-from turnstream.types.names import checked_text, shown
+from turnstream.types.names import checked_text, quoted
 from turnstream.types.scalars import whole_number
 from turnstream_server.gateway.rest.generators.records import (
     check_opening,
@@ -133,7 +133,7 @@ def _check_reward(request: PostReward) -> None:
 def _check_closing(request: CloseRun) -> None:
     checked_text(request.reason, field="reason")
     if request.leftover not in (None, *get_args(Leftover)):
-        raise InvalidTurnError("leftover", f"{shown(request.leftover)} is unknown")
+        raise InvalidTurnError("leftover", f"{quoted(request.leftover)} is unknown")
 
 
 def _check_leases(request: RenewLeases) -> None:
@@ -168,7 +168,7 @@ def _check_wake(request: AwaitWake) -> None:
     try:
         EntryId.parse(request.wake_id)
     except ValueError as error:
-        raise InvalidTurnError("wake_id", f"{shown(request.wake_id)} is no position") from error
+        raise InvalidTurnError("wake_id", f"{quoted(request.wake_id)} is no position") from error
 
 
 _CHECKS: Final[dict[type, Callable[[Any], None]]] = {

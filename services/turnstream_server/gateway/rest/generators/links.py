@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from turnstream.generator.outbox.calls import StoreProcess
+from turnstream.generator.outbox.rounds import StoreProcess
 from turnstream.generator.requests import SCRIPTS, SINGLE_SCRIPTS
 from turnstream.generator.transport.redis_transport import first_words, parse_process
 from turnstream.store.client.connection import AsyncLink
@@ -35,7 +35,7 @@ class StoreLink(NamedTuple):
 
 
 class StoreLinks:
-    """Connections that are lent to one request each.
+    """Connections, each borrowed by one request.
 
     Args:
         url: address of the store.
@@ -52,7 +52,7 @@ class StoreLinks:
         self._unnamed = _new_name()
 
     @contextlib.asynccontextmanager
-    async def lent(self) -> AsyncIterator[StoreLink]:
+    async def borrow(self) -> AsyncIterator[StoreLink]:
         """Lend a connection to the block. An error inside ends it, and all that are idle.
 
         Raises:

@@ -17,7 +17,7 @@ from turnstream.errors import InvalidTurnError, RecordError
 from turnstream.generator.encode.checks import checked_turn
 from turnstream.generator.encode.group_checks import checked_key, checked_opening
 from turnstream.types import GroupOpened, Purpose, TrajectoryKey, VersionRun
-from turnstream.types.names import shown
+from turnstream.types.names import quoted
 from turnstream_server.gateway.rest.bodies import MAX_TURNS, MAX_WRITES
 from turnstream_server.gateway.rest.ingest.arrow_columns import (
     COLUMNS,
@@ -184,7 +184,7 @@ def _turn(values: Mapping[str, Any]) -> WrittenTurn:
 def _mapping(pairs: Sequence[tuple[str, Any]], *, field: str) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise InvalidTurnError(field, f"has a name twice: {shown([name for name, _ in pairs])}")
+        raise InvalidTurnError(field, f"has a name twice: {quoted([name for name, _ in pairs])}")
     return found
 
 

@@ -68,13 +68,13 @@ class Delivery:
     """Delivers the writes of one request, whose trajectories are locked.
 
     Args:
-        lent: the writer of the request.
+        run_writer: the writer of the request.
         client: client of the store.
         slots: the places of all trajectories of the writes.
     """
 
-    def __init__(self, lent: RunWriter, client: redis.asyncio.Redis, slots: Slots) -> None:
-        self._publisher = lent.publisher
+    def __init__(self, run_writer: RunWriter, client: redis.asyncio.Redis, slots: Slots) -> None:
+        self._publisher = run_writer.publisher
         self._client = client
         self._slots = slots
         self._outcomes: dict[int, Outcome] = {}

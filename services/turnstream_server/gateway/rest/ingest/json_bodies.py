@@ -29,7 +29,7 @@ from turnstream.errors import InvalidTurnError
 from turnstream.generator.encode.checks import checked_turn
 from turnstream.generator.encode.group_checks import checked_key, checked_opening, require_turns
 from turnstream.types import GroupOpened, Purpose, Status, TrajectoryKey, VersionRun
-from turnstream.types.names import shown
+from turnstream.types.names import quoted
 from turnstream_server.gateway.rest.bodies import MAX_TURNS, MAX_WRITES, Part, parse_body
 from turnstream_server.gateway.rest.ingest.writes import (
     Opening,
@@ -222,7 +222,7 @@ class GroupFields(_OfGroup):
         group = self._opened(self.num_samples)
         if not isinstance(self.samples, list | None):
             raise InvalidTurnError(
-                "samples", f"expected a list of numbers, got {shown(self.samples)}"
+                "samples", f"expected a list of numbers, got {quoted(self.samples)}"
             )
         return opening_of(group, samples=self.samples)
 

@@ -154,29 +154,29 @@ class Places:
         self.num_open = 0
         self.num_bytes = 0
 
-    def keep(self, lent: RunWriter, slots: Iterable[Slot], *, now_s: float) -> None:
+    def keep(self, run_writer: RunWriter, slots: Iterable[Slot], *, now_s: float) -> None:
         """Keep the open trajectories of a request, and drop those whose clients are most silent."""
         for slot in slots:
             slot.used_s = now_s
             writer = slot.writer
-            self._forget(lent, slot)
+            self._forget(run_writer, slot)
             if writer is None or writer.has_ended or writer.error is not None:
                 slot.writer = None
-                lent.remove(slot)
+                run_writer.remove(slot)
             else:
-                lent.recent[slot] = None
+                run_writer.recent[slot] = None
                 slot.num_bytes = writer.num_bytes
                 self.num_open += 1
                 self.num_bytes += slot.num_bytes
         if self._is_full:
             self._evict()
 
-    def drop(self, lent: RunWriter, slots: Sequence[Slot]) -> None:
+    def drop(self, run_writer: RunWriter, slots: Sequence[Slot]) -> None:
         """Drop trajectories without an end: their leases expire in the store."""
         for slot in slots:
             slot.drop()
-            self._forget(lent, slot)
-            lent.remove(slot)
+            self._forget(run_writer, slot)
+            run_writer.remove(slot)
 
     def forget(self, closed: RunWriter) -> None:
         """Free the places of a writer that is closed."""
@@ -186,18 +186,18 @@ class Places:
 
     def _evict(self) -> None:
         queues = [_oldest(each) for each in self.writers.values()]
-        for _, _, lent, slot in heapq.merge(*queues):
+        for _, _, run_writer, slot in heapq.merge(*queues):
             if not self._is_full:
                 return
-            self.drop(lent, [slot])
+            self.drop(run_writer, [slot])
 
     @property
     def _is_full(self) -> bool:
         return self.num_open > MAX_TRAJECTORIES or self.num_bytes > MAX_TOKEN_BYTES
 
-    def _forget(self, lent: RunWriter, slot: Slot) -> None:
-        if slot in lent.recent:
-            del lent.recent[slot]
+    def _forget(self, run_writer: RunWriter, slot: Slot) -> None:
+        if slot in run_writer.recent:
+            del run_writer.recent[slot]
             self.num_open -= 1
             self.num_bytes -= slot.num_bytes
             slot.num_bytes = 0
@@ -220,7 +220,7 @@ class Publishers:
         self._is_closed = False
 
     @contextlib.asynccontextmanager
-    async def lend(
+    async def borrow(
         self, run: str, writer: str, *, owner: str, is_shared: bool
     ) -> AsyncIterator[RunWriter]:
         """Yield the writer of a name in the run that has this name now.
@@ -236,18 +236,18 @@ class Publishers:
             RejectedError: too many writers are active.
             StoreUnavailableError: the store cannot be reached.
         """
-        lent = await self._found(run, writer, owner=owner, is_shared=is_shared)
-        lent.num_active += 1
-        lent.used_s = _now_s()
+        run_writer = await self._found(run, writer, owner=owner, is_shared=is_shared)
+        run_writer.num_active += 1
+        run_writer.used_s = _now_s()
         try:
-            yield lent
+            yield run_writer
         finally:
-            lent.num_active -= 1
-            lent.used_s = _now_s()
+            run_writer.num_active -= 1
+            run_writer.used_s = _now_s()
 
-    def keep(self, lent: RunWriter, slots: Iterable[Slot], *, owner: str) -> None:
+    def keep(self, run_writer: RunWriter, slots: Iterable[Slot], *, owner: str) -> None:
         """Keep the open trajectories of a request; see `Places.keep`."""
-        self._of(owner).keep(lent, slots, now_s=_now_s())
+        self._of(owner).keep(run_writer, slots, now_s=_now_s())
 
     async def close(self) -> None:
         """Send accepted writes, and close all publishers; trajectories stay open in the store."""
@@ -305,11 +305,11 @@ class Publishers:
                 self._places.pop(owner, None)
 
 
-def _oldest(lent: RunWriter) -> Iterator[tuple[float, int, RunWriter, Slot]]:
+def _oldest(run_writer: RunWriter) -> Iterator[tuple[float, int, RunWriter, Slot]]:
     """Yield the trajectories of a writer that may be dropped, the most silent first."""
-    for slot in list(lent.recent):
+    for slot in list(run_writer.recent):
         if not slot.lock.locked():
-            yield lent.renewed_s(slot), id(slot), lent, slot
+            yield run_writer.renewed_s(slot), id(slot), run_writer, slot
 
 
 async def _drop_silent(places: Places, now_s: float) -> None:

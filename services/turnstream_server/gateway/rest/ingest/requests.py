@@ -13,8 +13,8 @@ from fastapi import Depends, FastAPI, Header, Request
 
 from turnstream.errors import InvalidTurnError
 from turnstream.types import TrajectoryKey
-from turnstream_server.gateway.rest.access import Caller, Produce, RunName
 from turnstream_server.gateway.rest.bodies import ARROW, JSON, media_type_of, read_content
+from turnstream_server.gateway.rest.caller import Caller, Produce, RunName
 from turnstream_server.gateway.rest.ingest.publishers import Publishers, RunWriter, Slots
 from turnstream_server.gateway.state import Gateway
 
@@ -138,22 +138,22 @@ class IngestCall:
         return parsed
 
     @contextlib.asynccontextmanager
-    async def lend(self, keys: Iterable[TrajectoryKey]) -> AsyncIterator[tuple[RunWriter, Slots]]:
+    async def borrow(self, keys: Iterable[TrajectoryKey]) -> AsyncIterator[tuple[RunWriter, Slots]]:
         """Yield the writer of the request, with the locked places of some trajectories.
 
         Without a name in the request, several clients may share the writer of their key.
         """
         is_shared, owner = self._writer is None, self.caller.key.owner
         async with (
-            self.publishers.lend(
+            self.publishers.borrow(
                 self.run, self.writer_name, owner=owner, is_shared=is_shared
-            ) as lent,
-            lent.locked(keys) as slots,
+            ) as run_writer,
+            run_writer.locked(keys) as slots,
         ):
             try:
-                yield lent, slots
+                yield run_writer, slots
             finally:
-                self.publishers.keep(lent, slots.values(), owner=owner)
+                self.publishers.keep(run_writer, slots.values(), owner=owner)
 
 
 def _parsed(parse: Callable[[bytes], _Parsed], has_key: bool, body: bytes) -> tuple[_Parsed, bytes]:

@@ -14,7 +14,6 @@ from turnstream.store.client.run_ids import find_run_async
 from turnstream.store.client.scripts import Command, run_commands_async
 from turnstream.store.run.rewards import addressed, outcome_of, reward_command
 from turnstream.types import TrajectoryKey
-from turnstream_server.gateway.rest.access import Produce, RunName
 from turnstream_server.gateway.rest.bodies import (
     JSON,
     MAX_ITEMS,
@@ -24,6 +23,7 @@ from turnstream_server.gateway.rest.bodies import (
     parse_body,
     read_content,
 )
+from turnstream_server.gateway.rest.caller import Produce, RunName
 from turnstream_server.gateway.rest.ingest.results import (
     Answered,
     described_results,

@@ -58,8 +58,8 @@ async def post_groups(call: Call) -> Response:
     reasons. Opening a group again with the same content has the same result.
     """
     openings = await call.parsed(json=json_bodies.parse_groups, arrow=arrow_bodies.parse_groups)
-    async with call.lend(key for each in openings for key in each.members) as (lent, slots):
-        found = await _open(call, lent, slots, openings)
+    async with call.borrow(key for each in openings for key in each.members) as (run_writer, slots):
+        found = await _open(call, run_writer, slots, openings)
     answered = [
         Answered(
             {"group_id": group.group_id},
@@ -69,7 +69,7 @@ async def post_groups(call: Call) -> Response:
         )
         for (group, _), each in zip(openings, found, strict=True)
     ]
-    return await respond(call.caller.client, lent.publisher.run, answered)
+    return await respond(call.caller.client, run_writer.publisher.run, answered)
 
 
 @router.post(
@@ -110,9 +110,9 @@ async def post_trajectories(call: Call) -> Response:
 
 
 async def _delivered(call: IngestCall, writes: Sequence[Write]) -> Response:
-    async with call.lend(write.key for write in writes) as (lent, slots):
-        outcomes = await Delivery(lent, call.caller.client, slots).deliver(writes)
-        _observe(lent.publisher.run, writes, outcomes)
+    async with call.borrow(write.key for write in writes) as (run_writer, slots):
+        outcomes = await Delivery(run_writer, call.caller.client, slots).deliver(writes)
+        _observe(run_writer.publisher.run, writes, outcomes)
     answered = [
         Answered(
             write.key._asdict() | ({} if next_turn is None else {"next_turn": next_turn}),
@@ -122,12 +122,12 @@ async def _delivered(call: IngestCall, writes: Sequence[Write]) -> Response:
         )
         for write, (error, next_turn) in zip(writes, outcomes, strict=True)
     ]
-    return await respond(call.caller.client, lent.publisher.run, answered)
+    return await respond(call.caller.client, run_writer.publisher.run, answered)
 
 
 async def _open(
     call: IngestCall,
-    lent: RunWriter,
+    run_writer: RunWriter,
     slots: Slots,
     openings: Sequence[Opening],
 ) -> list[list[int] | TurnstreamError]:
@@ -135,13 +135,13 @@ async def _open(
     groups: dict[GroupOpened, dict[TrajectoryKey, None]] = {}
     for group, members in openings:
         groups.setdefault(group, {}).update(dict.fromkeys(members))
-    opened = await open_groups(call.caller.client, lent.publisher, groups)
+    opened = await open_groups(call.caller.client, run_writer.publisher, groups)
     by_group = dict(zip(groups, opened, strict=True))
     for group, epochs in by_group.items():
         if isinstance(epochs, TurnstreamError):
             continue
         new = {key: epoch for key, epoch in epochs.items() if not _is_open(slots[key])}
-        for writer in lent.publisher.opened(group, new):
+        for writer in run_writer.publisher.opened(group, new):
             slots[writer.key].writer = writer
     found: list[list[int] | TurnstreamError] = []
     for group, members in openings:

@@ -18,8 +18,8 @@ from turnstream.generator import AsyncPublisher, AsyncReceipt, AsyncTrajectoryWr
 from turnstream.generator.encode.checks import with_checked_extras
 from turnstream.generator.encode.encoder import AdoptedTurn
 from turnstream.generator.outbox.outbox import Outbox
-from turnstream.generator.outbox.receipts import Delivery
-from turnstream.generator.outbox.trajectory_queue import Admission, Lane
+from turnstream.generator.outbox.receipts import PendingWrite
+from turnstream.generator.outbox.trajectory_queue import Admission, TrajectoryQueue
 from turnstream.generator.transport.sender import Sender
 from turnstream.records.events import encode_event
 from turnstream.types import DeclaredColumn, GroupOpened, TrajectoryKey
@@ -48,10 +48,10 @@ class IngestWriter(AsyncTrajectoryWriter):
         outbox: Outbox,
         group: GroupOpened,
         key: TrajectoryKey,
-        lane: Lane | None = None,
+        queue: TrajectoryQueue | None = None,
         stored: Sequence[AdoptedTurn] = (),
     ) -> None:
-        super().__init__(sender, outbox, group, key, lane, stored)
+        super().__init__(sender, outbox, group, key, queue, stored)
         self.num_turns = len(stored)
         self.num_bytes = sum(4 * each.stored.shape.num_tokens for each in stored)
         self._turns = ()  # they are in the draft
@@ -64,7 +64,7 @@ class IngestWriter(AsyncTrajectoryWriter):
     @property
     def error(self) -> TurnstreamError | None:
         """Return why it takes no writes any more; None while it does."""
-        return None if self._lane is None else self._lane.error
+        return None if self._queue is None else self._queue.error
 
     async def add(self, written: WrittenTurn, *, is_last: bool = False) -> AsyncReceipt:
         """Send the next turn, whose values are checked; return its receipt.
@@ -80,11 +80,11 @@ class IngestWriter(AsyncTrajectoryWriter):
         turn = with_checked_extras(written.turn, _shaped(written.extras, columns), columns)
         receipt = self._sender.receipt()
         async with self._order:
-            lane = await self._open()
+            queue = await self._open()
             if not (has_capacity := self._has_capacity(turn))():
                 await self._sender.wait_for_capacity(has_capacity, timeout_s=STORE_TIMEOUT_S)
             made = (self._drafted.add_last if is_last else self._drafted.add)(turn)
-            self._sender.put(lambda: self._outbox.append(lane, made, receipt))
+            self._sender.put(lambda: self._outbox.append(queue, made, receipt))
         self.num_turns += 1
         self.num_bytes += 4 * (len(turn.prompt_ids) + len(turn.response_ids))
         return receipt
@@ -93,12 +93,12 @@ class IngestWriter(AsyncTrajectoryWriter):
         """End the trajectory; return the receipt of the end. Errors as of `add`."""
         end = self._sender.loop_receipt()
         async with self._order:
-            lane = await self._open()
+            queue = await self._open()
             draft = self._drafted
             made = draft.seal(**seal.fields)
             self._sender.put(
                 lambda: self._outbox.seal(
-                    lane,
+                    queue,
                     made,
                     merged_tokens=draft.merged_tokens,
                     end=end,
@@ -110,11 +110,11 @@ class IngestWriter(AsyncTrajectoryWriter):
 
     def drop(self) -> None:
         """Stop to renew the lease, without an end. No write may be on its way."""
-        lane = self._lane
-        if lane is None or lane.error is not None or self._has_ended:
+        queue = self._queue
+        if queue is None or queue.error is not None or self._has_ended:
             return
         with contextlib.suppress(StoreUnavailableError):  # the publisher is closed
-            self._sender.put(lambda: self._outbox.tracker.end(lane, FencedError(_DROPPED)))
+            self._sender.put(lambda: self._outbox.tracker.end(queue, FencedError(_DROPPED)))
 
 
 class IngestPublisher(AsyncPublisher):
@@ -152,15 +152,17 @@ class IngestPublisher(AsyncPublisher):
         """Return the writers of trajectories that the store has opened with these epochs."""
         tracker = self._outbox.tracker
 
-        def begin() -> list[Lane]:
+        def begin() -> list[TrajectoryQueue]:
             now_s = time.monotonic()
-            lanes = tracker.begin_opened(epochs, now_s=now_s)
-            opening = Admission(group, encode_event(group), lanes, Delivery())
+            queues = tracker.begin_opened(epochs, now_s=now_s)
+            opening = Admission(group, encode_event(group), queues, PendingWrite())
             tracker.resend_buffer.keep(opening, now_s=now_s)
-            return lanes
+            return queues
 
-        lanes = self._sender.put(begin)
-        return [IngestWriter(self._sender, self._outbox, group, lane.key, lane) for lane in lanes]
+        queues = self._sender.put(begin)
+        return [
+            IngestWriter(self._sender, self._outbox, group, queue.key, queue) for queue in queues
+        ]
 
     async def adopt_key(self, key: TrajectoryKey) -> IngestWriter:
         """Return the writer of an open trajectory; errors as of `Publisher.adopt`."""

@@ -16,9 +16,9 @@ from turnstream.errors import (
     UnavailableError,
 )
 from turnstream.store.run.configs import open_run
-from turnstream_server.gateway.rest.access import Read, RunName
 from turnstream_server.gateway.rest.answers import answer
 from turnstream_server.gateway.rest.bodies import ARROW
+from turnstream_server.gateway.rest.caller import Read, RunName
 from turnstream_server.ledger.queries.batch_facts import batch_facts, page_of_batches
 from turnstream_server.ledger.queries.batch_numbers import BatchNumbers
 

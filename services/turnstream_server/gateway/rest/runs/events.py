@@ -23,15 +23,15 @@ from turnstream.errors import (
 from turnstream.records.events import EVENT_NAMES, decode_event, event_name
 from turnstream.records.values import to_plain
 from turnstream.store.client.run_ids import find_run_async, no_such_run
-from turnstream.types.names import shown
+from turnstream.types.names import quoted
 from turnstream_server.gateway.bodies import body_of
 from turnstream_server.gateway.parsers import IN_LOOP_BYTES
-from turnstream_server.gateway.rest.access import Read, RunName
+from turnstream_server.gateway.rest.caller import Read, RunName
 from turnstream_server.gateway.rest.problems import problem_of
 from turnstream_server.gateway.rest.run_paths import path_run
 from turnstream_server.gateway.rest.runs.event_follower import BEGINNING, EventFollower
 from turnstream_server.gateway.state import Gateway
-from turnstream_server.keys.access import secret_of
+from turnstream_server.keys.checks import secret_of
 from turnstream_server.keys.places import Held
 from turnstream_server.keys.records import ApiKey
 from turnstream_server.ledger.core.scan import EventEntry, entry_ms
@@ -228,12 +228,12 @@ def _wanted(kinds: str) -> frozenset[str]:
     known = (*EVENT_NAMES, UNREADABLE)
     wanted = frozenset(kinds.split(",")) if kinds else frozenset(known)
     for kind in sorted(wanted.difference(known)):
-        raise InvalidConfigError("kinds", f"{shown(kind)} is none of {', '.join(known)}")
+        raise InvalidConfigError("kinds", f"{quoted(kind)} is none of {', '.join(known)}")
     return wanted
 
 
 def _checked_id(text: str) -> str:
     """Return the id of an event; InvalidConfigError for another text."""
     if _ID.fullmatch(text) is None:
-        raise InvalidConfigError("Last-Event-ID", f"{shown(text)} is not the id of an event")
+        raise InvalidConfigError("Last-Event-ID", f"{quoted(text)} is not the id of an event")
     return text

@@ -11,8 +11,8 @@ from fastapi.responses import Response
 from turnstream.store.run.configs import open_run
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import TrajectoryState
-from turnstream_server.gateway.rest.access import Read, RunName
 from turnstream_server.gateway.rest.answers import answer
+from turnstream_server.gateway.rest.caller import Read, RunName
 from turnstream_server.gateway.rest.runs.models import Ledger, Waits
 from turnstream_server.ledger.queries.ledger_facts import ledger_facts
 from turnstream_server.ledger.queries.run_snapshot import read_snapshot

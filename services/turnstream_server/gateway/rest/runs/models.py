@@ -8,8 +8,8 @@ from pydantic import BaseModel, Field, StrictInt, StrictStr
 
 from turnstream.store.run.credits import CreditReason
 from turnstream.types import TrajectoryState
-from turnstream_server.gateway.rest.access import MAX_RUN_LENGTH
 from turnstream_server.gateway.rest.bodies import Body
+from turnstream_server.gateway.rest.caller import MAX_RUN_LENGTH
 from turnstream_server.ledger.queries.batch_numbers import BatchNumbers
 from turnstream_server.ledger.sessions.observers import Observer
 

@@ -21,7 +21,9 @@ from turnstream.store.run import runs
 from turnstream.store.run.configs import open_run, read_config, read_revisions, revise_config
 from turnstream.store.run.credits import credit
 from turnstream.types.names import RunId, checked_run_name
-from turnstream_server.gateway.rest.access import (
+from turnstream_server.gateway.rest.answers import answer
+from turnstream_server.gateway.rest.bodies import SmallBodyRoute
+from turnstream_server.gateway.rest.caller import (
     MAX_RUN_LENGTH,
     Admin,
     Caller,
@@ -29,8 +31,6 @@ from turnstream_server.gateway.rest.access import (
     Read,
     RunName,
 )
-from turnstream_server.gateway.rest.answers import answer
-from turnstream_server.gateway.rest.bodies import SmallBodyRoute
 from turnstream_server.gateway.rest.runs.models import (
     Closing,
     Deleted,

@@ -9,8 +9,8 @@ from pydantic import BaseModel, Field
 from turnstream.http.wire_version import WIRE_VERSION
 from turnstream.store.client.replies import translating
 from turnstream.store.run.batchers import list_batchers
-from turnstream_server.gateway.rest.access import Known, Train
 from turnstream_server.gateway.rest.answers import answer
+from turnstream_server.gateway.rest.caller import Known, Train
 
 router = APIRouter(tags=["service"])
 

@@ -22,7 +22,6 @@ from turnstream.store.client.run_ids import find_run_async
 from turnstream.store.run.configs import read_config_async
 from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream.types import TrajectoryKey
-from turnstream_server.gateway.rest.access import Admin, Caller, RunName
 from turnstream_server.gateway.rest.answers import answer
 from turnstream_server.gateway.rest.bodies import (
     JSON,
@@ -32,6 +31,7 @@ from turnstream_server.gateway.rest.bodies import (
     parse_body,
     read_content,
 )
+from turnstream_server.gateway.rest.caller import Admin, Caller, RunName
 from turnstream_server.gateway.rest.held import held_calls, while_connected
 from turnstream_server.gateway.rest.ingest.delivery import Delivery
 from turnstream_server.gateway.rest.ingest.requests import Call
@@ -137,13 +137,13 @@ async def post_task_end(call: Call, body: TaskEnd) -> Any:
     """
     named = {TrajectoryKey(body.group_id, each.sample, each.attempt) for each in body.trajectories}
     members = sorted(map(checked_key, named))
-    async with call.lend(members) as (lent, slots):
-        open_ones = await _open_for(call.caller, lent.publisher, members)
+    async with call.borrow(members) as (run_writer, slots):
+        open_ones = await _open_for(call.caller, run_writer.publisher, members)
         writes = [
             Write(item=item, key=key, abandon_reason=body.reason)
             for item, key in enumerate(open_ones)
         ]
-        outcomes = await Delivery(lent, call.caller.client, slots).deliver(writes)
+        outcomes = await Delivery(run_writer, call.caller.client, slots).deliver(writes)
     for outcome in outcomes:
         if outcome.error is not None:
             raise outcome.error

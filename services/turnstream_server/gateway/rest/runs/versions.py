@@ -17,8 +17,8 @@ from turnstream.store.waits.awaited import no_version
 from turnstream.store.waits.read_waits import read_waits_async
 from turnstream.types import VersionAnnounced
 from turnstream.types.names import checked_setting
-from turnstream_server.gateway.rest.access import Caller, Known, RunName, Train
 from turnstream_server.gateway.rest.bodies import Body, SmallBodyRoute
+from turnstream_server.gateway.rest.caller import Caller, Known, RunName, Train
 from turnstream_server.gateway.rest.held import MAX_WAIT_S, while_connected
 from turnstream_server.gateway.rest.problems import Reason, named_reasons
 from turnstream_server.ledger.core.frontier import read_frontier_async

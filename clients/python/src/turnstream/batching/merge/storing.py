@@ -35,7 +35,7 @@ from turnstream.batching.merge.prefix import PrefixIndex, PrefixMatch
 from turnstream.errors import InvalidTurnError
 from turnstream.types import NO_PARENT, DeclaredColumn, ExtraPiece, StoredTurn, Turn
 from turnstream.types.extras import ROUTE_DTYPES
-from turnstream.types.names import checked_text, shown
+from turnstream.types.names import checked_text, quoted
 from turnstream.types.scalars import whole_number
 
 _NUM_ANCHOR_BYTES = 8
@@ -270,7 +270,7 @@ def anchor_hash(anchor: Any) -> int | None:
     if isinstance(anchor, bytes):
         return int.from_bytes(hashlib.sha256(anchor).digest()[:_NUM_ANCHOR_BYTES], "big")
     if not isinstance(anchor, SupportsIndex):
-        raise InvalidTurnError("anchor", f"{shown(anchor)} is not a text, bytes or a whole number")
+        raise InvalidTurnError("anchor", f"{quoted(anchor)} is not a text, bytes or a whole number")
     return whole_number(anchor, field="anchor", limit=2 ** (8 * _NUM_ANCHOR_BYTES))
 
 

@@ -15,7 +15,7 @@ from turnstream.generator.api.trajectory_writers import (
 from turnstream.generator.api.unsealed import reason_of, warn_unsealed
 from turnstream.generator.encode.group_checks import checked_key
 from turnstream.generator.outbox.outbox import Outbox
-from turnstream.generator.outbox.trajectory_queue import Lane
+from turnstream.generator.outbox.trajectory_queue import TrajectoryQueue
 from turnstream.generator.transport.sender import Sender, ThreadSender
 from turnstream.types import GroupOpened, TrajectoryKey
 
@@ -44,7 +44,7 @@ class GroupWriterBase(Generic[_Sender, _Writer]):
         outbox: Outbox,
         group: GroupOpened,
         *,
-        make_writer: Callable[[GroupOpened, TrajectoryKey, Lane | None], _Writer],
+        make_writer: Callable[[GroupOpened, TrajectoryKey, TrajectoryQueue | None], _Writer],
         reopen: Callable[[GroupOpened], Awaitable[Reopened[_Writer]]] | None,
     ) -> None:
         self._sender = sender
@@ -53,7 +53,7 @@ class GroupWriterBase(Generic[_Sender, _Writer]):
         self._reopen = reopen
         self._group = group
         self._is_open = False
-        self._lanes: dict[int, Lane] = {}
+        self._queues: dict[int, TrajectoryQueue] = {}
         self._writers: dict[int, _Writer] = {}
         self._halves: list[_Writer] = []
 
@@ -70,12 +70,12 @@ class GroupWriterBase(Generic[_Sender, _Writer]):
         if writer is None:
             if not self._is_open:
                 raise RejectedError(f"group {group_id!r} is not open: use it in {self._entered_by}")
-            if sample not in self._lanes:
+            if sample not in self._queues:
                 raise RejectedError(
                     f"sample {sample} of group {group_id!r} is finished, or has another generator"
                 )
-            lane = self._lanes[sample]
-            writer = self._make_writer(self._group, lane.key, lane)
+            queue = self._queues[sample]
+            writer = self._make_writer(self._group, queue.key, queue)
             self._writers[sample] = writer
         return writer
 
@@ -85,7 +85,7 @@ class GroupWriterBase(Generic[_Sender, _Writer]):
 
     @property
     def _samples(self) -> list[int]:
-        return sorted({*self._lanes, *self._writers})
+        return sorted({*self._queues, *self._writers})
 
     async def _enter(self) -> None:
         """Open all samples, or those that a group which may exist still needs."""
@@ -96,7 +96,9 @@ class GroupWriterBase(Generic[_Sender, _Writer]):
             try:
                 await self._open_rest(await self._reopen(self._group))
             except ConflictError:  # another generator was faster, or the sizes differ: raised again
-                self._lanes = {s: lane for s, lane in self._lanes.items() if lane.error is None}
+                self._queues = {
+                    s: queue for s, queue in self._queues.items() if queue.error is None
+                }
                 await self._open_rest(await self._reopen(self._group))
         except BaseException as error:
             self._abandon_unsealed(error)
@@ -115,10 +117,10 @@ class GroupWriterBase(Generic[_Sender, _Writer]):
         self._is_open = True
         if not members:
             return
-        lanes = self._sender.put(
+        queues = self._sender.put(
             lambda: self._outbox.admissions.request(group, members, opened=opened)
         )
-        self._lanes |= zip(attempts, lanes, strict=True)
+        self._queues |= zip(attempts, queues, strict=True)
         await opened
 
     def _abandon_unsealed(self, error: BaseException | None) -> None:

@@ -26,12 +26,12 @@ from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase
 from turnstream.generator.api.work import WorkQueue
 from turnstream.generator.encode.encoder import AdoptedTurn, DraftedGroup, draft_group
 from turnstream.generator.encode.group_checks import checked_name, checked_opening
-from turnstream.generator.outbox.calls import TargetRun
 from turnstream.generator.outbox.inflight import PublisherStatistics
 from turnstream.generator.outbox.outbox import Outbox
-from turnstream.generator.outbox.receipts import Delivery, raise_unread
+from turnstream.generator.outbox.receipts import PendingWrite, raise_unread
 from turnstream.generator.outbox.resend import KEEP_S, MAX_KEPT_BYTES
-from turnstream.generator.outbox.trajectory_queue import Lane, RewardPost
+from turnstream.generator.outbox.rounds import TargetRun
+from turnstream.generator.outbox.trajectory_queue import RewardPost, TrajectoryQueue
 from turnstream.generator.requests import ListLapsed, ReadGroup
 from turnstream.generator.transport.bounded_calls import BoundedCalls
 from turnstream.generator.transport.sender import Sender
@@ -44,7 +44,7 @@ from turnstream.store.run.rewards import RewardOutcome, encode_reward
 from turnstream.store.run.tasks import OfferedTask, Refill, TakenTask
 from turnstream.store.waits.bounded_call import StoreWait
 from turnstream.types import Group, GroupOpened, Purpose, TrajectoryKey
-from turnstream.types.names import checked_setting, shown
+from turnstream.types.names import checked_setting, quoted
 from turnstream.types.scalars import flag, seconds, timeout, whole_number
 
 MAX_INFLIGHT_BYTES: Final = 64 * 1024 * 1024
@@ -56,7 +56,7 @@ _LAST_FLUSH_S: Final = 10.0
 
 _logger = logging.getLogger(__name__)
 
-_Receipt = TypeVar("_Receipt", bound=Delivery)
+_Receipt = TypeVar("_Receipt", bound=PendingWrite)
 _Writer = TypeVar("_Writer", bound=TrajectoryWriterBase[Any, Any])
 _GroupWriter = TypeVar("_GroupWriter", bound=GroupWriterBase[Any, Any])
 
@@ -96,7 +96,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         )
         self._transport = transport_to(url, writer=self._outbox.writer)
         self._sender = self._make_sender(self._transport)
-        self._unread_failures: list[Delivery] = []
+        self._unread_failures: list[PendingWrite] = []
         self._work = WorkQueue(self._outbox.writer)
 
     def group(
@@ -183,7 +183,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
             InvalidTurnError: it is no Refill.
         """
         if not isinstance(refill, Refill):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidTurnError("refill", f"{shown(refill)} is not a Refill")
+            raise InvalidTurnError("refill", f"{quoted(refill)} is not a Refill")
         return self._writer(refill.group, refill.key)
 
     def statistics(self) -> PublisherStatistics:
@@ -202,10 +202,10 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         self,
         group: GroupOpened,
         key: TrajectoryKey,
-        lane: Lane | None = None,
+        queue: TrajectoryQueue | None = None,
         stored: Sequence[AdoptedTurn] = (),
     ) -> _Writer:
-        return self._writer_kind(self._sender, self._outbox, group, key, lane, stored)
+        return self._writer_kind(self._sender, self._outbox, group, key, queue, stored)
 
     def _calls(
         self, what: str, awaited: str | None = None, wait_s: float | None = None
@@ -241,7 +241,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
             key=key,
             declared=declared,
         )
-        lane = self._sender.put(
+        queue = self._sender.put(
             lambda: outbox.tracker.adopt(
                 key,
                 epoch=adopted.epoch,
@@ -251,7 +251,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
             )
         )
         group = GroupOpened(group_id=key.group_id, prompt_uid="", num_samples=adopted.num_samples)
-        return self._writer(group, key, lane, adopted.turns)
+        return self._writer(group, key, queue, adopted.turns)
 
     async def _reopen(self, group: GroupOpened) -> Reopened[_Writer]:
         """Return the unfinished samples of a group that may exist; the open ones are adopted."""
@@ -297,12 +297,12 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
     def _writers_of(self, taken: TakenTask) -> list[_Writer]:
         """Return the writers of a task; none if this publisher writes it already."""
         task, now_s = taken.task, time.monotonic()
-        lanes = self._sender.put(
+        queues = self._sender.put(
             lambda: self._outbox.admissions.adopt(
                 task.group, taken.epochs, now_s=now_s, prompt_number=task.number
             )
         )
-        return [self._writer(task.group, lane.key, lane) for lane in lanes]
+        return [self._writer(task.group, queue.key, queue) for queue in queues]
 
     async def _publish(self, group: Group) -> _Receipt:
         try:

@@ -13,23 +13,23 @@ from turnstream.generator.encode.checks import checked_turn, with_checked_extras
 from turnstream.generator.encode.encoder import AdoptedTurn, TrajectoryDraft
 from turnstream.generator.encode.group_checks import checked_key, checked_status
 from turnstream.generator.outbox.outbox import Outbox
-from turnstream.generator.outbox.receipts import AsyncReceipt, Delivery, Receipt
-from turnstream.generator.outbox.trajectory_queue import Lane
+from turnstream.generator.outbox.receipts import AsyncReceipt, PendingWrite, Receipt
+from turnstream.generator.outbox.trajectory_queue import TrajectoryQueue
 from turnstream.generator.transport.sender import Sender, ThreadSender
 from turnstream.types import Anchor, GroupOpened, Status, TrajectoryKey, Turn, VersionRun
-from turnstream.types.names import shown
+from turnstream.types.names import quoted
 
 _MAX_REASON_LENGTH: Final = 200  # a ledger keeps it for every trajectory
 
-_Receipt = TypeVar("_Receipt", bound=Delivery)
+_Receipt = TypeVar("_Receipt", bound=PendingWrite)
 _Sender = TypeVar("_Sender", bound=Sender[Any])
 
 
 class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
     """The one implementation of both kinds of trajectory writers.
 
-    Without the `lane` of an open trajectory, the first use opens the group and waits for admission.
-    An adopted trajectory continues after the `stored` turns.
+    Without the `queue` of an open trajectory, the first use opens the group and waits for
+    admission. An adopted trajectory continues after the `stored` turns.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
         outbox: Outbox,
         group: GroupOpened,
         key: TrajectoryKey,
-        lane: Lane | None = None,
+        queue: TrajectoryQueue | None = None,
         stored: Sequence[AdoptedTurn] = (),
     ) -> None:
         self._sender = sender
         self._outbox = outbox
         self._group = group
         self._key = checked_key(key, num_samples=group.num_samples)
-        self._lane = lane
+        self._queue = queue
         self._draft: TrajectoryDraft | None = None
         self._turns = tuple(each.turn for each in stored)
         self._has_ended = False
@@ -77,17 +77,17 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
             RejectedError: the trajectory has ended.
         """
         if not isinstance(reason, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidTurnError("reason", f"{shown(reason)} is not a text")
+            raise InvalidTurnError("reason", f"{quoted(reason)} is not a text")
         self._require_open()
         end: _Receipt = self._sender.receipt()
-        lane = self._lane
-        if lane is None:
+        queue = self._queue
+        if queue is None:
             self._sender.require_open()
             end.settle(self._key)
         else:
             # It may quote anything; invalid Unicode could not be sent.
             text = reason[:_MAX_REASON_LENGTH].encode(errors="replace").decode()
-            self._sender.put(lambda: self._outbox.abandon(lane, text, end=end))
+            self._sender.put(lambda: self._outbox.abandon(queue, text, end=end))
         self._has_ended = True
         return end
 
@@ -99,22 +99,22 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
             self._draft = TrajectoryDraft(self._key, extra_columns=columns)
         return self._draft
 
-    async def _open(self) -> Lane:
-        """Return the lane of the trajectory, which is open; the caller holds `_order`."""
+    async def _open(self) -> TrajectoryQueue:
+        """Return the trajectory of the trajectory, which is open; the caller holds `_order`."""
         self._require_open()
-        if self._lane is not None:
-            return self._lane
+        if self._queue is not None:
+            return self._queue
         key, group, opened = self._key, self._group, self._sender.loop_receipt()
         admissions = self._outbox.admissions
-        lane = self._sender.put(lambda: admissions.request(group, [key], opened=opened)[0])
-        self._lane = lane
+        queue = self._sender.put(lambda: admissions.request(group, [key], opened=opened)[0])
+        self._queue = queue
         try:
             await opened
         except BaseException as error:
             self.abandon(reason_of(error))
             raise
         self._require_open()  # `abandon` does not wait for its turn
-        return lane
+        return queue
 
     async def _enter(self) -> None:
         self._sender.check_caller()
@@ -122,31 +122,31 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
             await self._open()
 
     async def _append(
-        self, turn: Turn, extras: Mapping[str, Any] | None, receipt: Delivery
+        self, turn: Turn, extras: Mapping[str, Any] | None, receipt: PendingWrite
     ) -> None:
         """Append a turn, once the trajectory is open and there is capacity."""
         turn = with_checked_extras(turn, extras, await self._sender.learn_columns())
         async with self._order:
-            lane = await self._open()
+            queue = await self._open()
             # Wait for capacity first: a turn in the draft must be sent.
             await self._sender.wait_for_capacity(
                 self._has_capacity(turn), timeout_s=self._outbox.timeout_s
             )
             with self._numbering:
-                self._put_turn(lane, turn, receipt)
+                self._put_turn(queue, turn, receipt)
 
     def _append_at_once(
-        self, turn: Turn, extras: Mapping[str, Any] | None, receipt: Delivery
+        self, turn: Turn, extras: Mapping[str, Any] | None, receipt: PendingWrite
     ) -> bool:
         """Append a turn if nothing has to be waited for; return whether it was appended."""
         columns = self._outbox.run_calls.extra_columns
-        if columns is None or self._lane is None:
+        if columns is None or self._queue is None:
             return False
         turn = with_checked_extras(turn, extras, columns)
         with self._numbering:
             is_waiting = self._order.locked() or not self._has_capacity(turn)()
             if not is_waiting:
-                self._put_turn(self._lane, turn, receipt)
+                self._put_turn(self._queue, turn, receipt)
         return not is_waiting
 
     def _has_capacity(self, turn: Turn) -> Callable[[], bool]:
@@ -155,11 +155,11 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
         num_bytes = 4 * num_tokens + sum([values.nbytes for values in turn.extras.values()])
         return lambda: self._outbox.inflight.has_capacity_for_turn(num_bytes)
 
-    def _put_turn(self, lane: Lane, turn: Turn, receipt: Delivery) -> None:
+    def _put_turn(self, queue: TrajectoryQueue, turn: Turn, receipt: PendingWrite) -> None:
         self._require_open()
         self._sender.require_open()
         made = self._drafted.add(turn)
-        self._sender.put(lambda: self._outbox.append(lane, made, receipt))
+        self._sender.put(lambda: self._outbox.append(queue, made, receipt))
 
     async def _seal(
         self, *, awaits_reward: bool, status: Status | str | None, **fields: Any
@@ -168,14 +168,14 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
         self._sender.check_caller()
         end = self._sender.loop_receipt()
         async with self._order:
-            lane = await self._open()
+            queue = await self._open()
             with self._numbering:
                 draft = self._drafted
                 status = self._status if status is None else status
                 seal = draft.seal(awaits_reward=awaits_reward, status=status, **fields)
                 self._sender.put(
                     lambda: self._outbox.seal(
-                        lane,
+                        queue,
                         seal,
                         merged_tokens=draft.merged_tokens,
                         end=end,

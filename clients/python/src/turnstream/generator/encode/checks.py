@@ -17,7 +17,7 @@ from turnstream.batching.config.declarations import field_of, require_declared
 from turnstream.batching.merge.storing import anchor_hash
 from turnstream.errors import InvalidTurnError
 from turnstream.types import Anchor, DeclaredColumn, StoredTurn, Turn, VersionRun
-from turnstream.types.names import shown
+from turnstream.types.names import quoted
 from turnstream.types.scalars import (
     finite_number,
     flag,
@@ -162,7 +162,7 @@ def _token_ids(values: Any, *, field: str) -> NDArray[np.int32]:
         if len(array) == 0:  # a list without elements says nothing of their type
             return np.empty(0, np.int32)
         raise InvalidTurnError(
-            field, f"are whole numbers, not {array.dtype}: {shown(array[0])} at 0"
+            field, f"are whole numbers, not {array.dtype}: {quoted(array[0])} at 0"
         )
     if array.dtype.itemsize < 4 or not array.dtype.isnative:
         array = array.astype(np.int64)
@@ -188,7 +188,7 @@ def _mask_and_weights(
     if token_weights is None:
         return mask, fractions
     if fractions is not None:
-        message = f"are present, and loss_mask has fractions: {shown(loss_mask)}"
+        message = f"are present, and loss_mask has fractions: {quoted(loss_mask)}"
         raise InvalidTurnError("token_weights", message)
     return mask, _weights(token_weights, mask, num_tokens=num_tokens)
 
@@ -279,7 +279,7 @@ def _version_runs(
     if policy_version is not None:
         if runs and {run.version for run in runs} != {policy_version}:
             raise InvalidTurnError(
-                "policy_version", f"{shown(policy_version)} and version_runs are both present"
+                "policy_version", f"{quoted(policy_version)} and version_runs are both present"
             )
         number = whole_number(policy_version, field="policy_version", limit=_VERSION_LIMIT)
         return (VersionRun(number, num_tokens),) if num_tokens else ()
@@ -297,7 +297,7 @@ def _listed_runs(given: Iterable[VersionRun]) -> tuple[VersionRun, ...]:
     try:
         listed = [VersionRun(*run) for run in given]
     except TypeError as error:
-        message = f"{shown(given)} is no list of (version, num_tokens)"
+        message = f"{quoted(given)} is no list of (version, num_tokens)"
         raise InvalidTurnError("version_runs", message) from error
     for position, (version, num_tokens) in enumerate(listed):
         name = f"version_runs[{position}]"
@@ -320,11 +320,11 @@ def _extra(column: DeclaredColumn, values: Any) -> NDArray[Any]:
         array = array.reshape(len(array), *column.shape)  # SGLang does not name layers and k
     if array.ndim != 1 + len(column.shape) or array.shape[1:] != column.shape:
         expected = ", ".join(["n", *map(str, column.shape)])
-        message = f"has the shape {array.shape}, not ({expected}): {shown(values)}"
+        message = f"has the shape {array.shape}, not ({expected}): {quoted(values)}"
         raise InvalidTurnError(field, message)
     kind = column.numpy_dtype.kind
     if array.dtype.kind not in _EXTRA_KINDS[kind]:
-        message = f"are numbers for {column.dtype}, not {array.dtype}: {shown(values)}"
+        message = f"are numbers for {column.dtype}, not {array.dtype}: {quoted(values)}"
         raise InvalidTurnError(field, message)
     if kind == "f":
         return _finite(array, column.dtype, field=field)
@@ -343,14 +343,14 @@ def _per_token(values: Any, *, field: str, kinds: str, num_tokens: int) -> NDArr
     if len(array) != num_tokens:
         raise InvalidTurnError(field, f"has {len(array)} values, response_ids has {num_tokens}")
     if array.dtype.kind not in kinds and len(array):
-        raise InvalidTurnError(field, f"are numbers, not {array.dtype}: {shown(array[0])} at 0")
+        raise InvalidTurnError(field, f"are numbers, not {array.dtype}: {quoted(array[0])} at 0")
     return array
 
 
 def _row(values: Any, *, field: str) -> NDArray[Any]:
     array = _as_array(values, field=field)
     if array.ndim != 1:
-        message = f"has the shape {array.shape}, not one dimension: {shown(values)}"
+        message = f"has the shape {array.shape}, not one dimension: {quoted(values)}"
         raise InvalidTurnError(field, message)
     return array
 

@@ -16,7 +16,7 @@ from turnstream.errors import InvalidTurnError
 from turnstream.store.client.keys import encode_name
 from turnstream.store.run.groups import ATTEMPT_LIMIT, most_samples
 from turnstream.types import Group, GroupOpened, Purpose, Status, Trajectory, TrajectoryKey
-from turnstream.types.names import checked_text, shown
+from turnstream.types.names import checked_text, quoted
 from turnstream.types.scalars import finite_number, named_numbers, named_values, whole_number
 
 _MAX_LABELS: Final = 64
@@ -78,7 +78,7 @@ def checked_key(key: TrajectoryKey, *, num_samples: int | None = None) -> Trajec
 def checked_group(group: Group) -> tuple[GroupOpened, list[Trajectory]]:
     """Return the event of a whole group, and its trajectories in order of their samples."""
     if not isinstance(group, Group):
-        raise InvalidTurnError("group", f"{shown(group)} is not a Group")
+        raise InvalidTurnError("group", f"{quoted(group)} is not a Group")
     members = group.trajectories
     check_list_of(members, Trajectory, field="trajectories")
     samples = sorted(
@@ -94,7 +94,7 @@ def check_list_of(values: object, kind: type[object], *, field: str) -> None:
     """Refuse a value that is no sequence of objects of one type."""
     given = cast("Sequence[object]", values)
     if not isinstance(values, Sequence) or not all(isinstance(each, kind) for each in given):
-        raise InvalidTurnError(field, f"{shown(values)} is not a list of {kind.__name__}")
+        raise InvalidTurnError(field, f"{quoted(values)} is not a list of {kind.__name__}")
 
 
 def checked_name(name: str, *, field: str) -> str:
@@ -111,7 +111,7 @@ def checked_reward(reward: Any, *, awaits_reward: bool = False) -> float | None:
     """Return the outcome reward as a finite float, or None."""
     if reward is not None and awaits_reward:
         raise InvalidTurnError(
-            "reward", f"{shown(reward)} is given, but awaits_reward says that it comes later"
+            "reward", f"{quoted(reward)} is given, but awaits_reward says that it comes later"
         )
     return None if reward is None else finite_number(reward, field="reward")
 
@@ -167,4 +167,4 @@ def _choice(kind: type[_Choice], value: object, *, field: str) -> _Choice:
         return kind(value)
     except (ValueError, TypeError) as error:
         choices = ", ".join(kind)
-        raise InvalidTurnError(field, f"{shown(value)} is not one of {choices}") from error
+        raise InvalidTurnError(field, f"{quoted(value)} is not one of {choices}") from error

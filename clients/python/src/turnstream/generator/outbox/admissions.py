@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any, Final
 
 from turnstream.errors import NotReadyError, TurnstreamError, WaitReason
-from turnstream.generator.outbox.calls import Call, opening
-from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.receipts import PendingWrite
+from turnstream.generator.outbox.rounds import Call, opening
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
-from turnstream.generator.outbox.trajectory_queue import Admission, Lane
+from turnstream.generator.outbox.trajectory_queue import Admission, TrajectoryQueue
 from turnstream.generator.requests import ReadWaits
 from turnstream.records.events import encode_event
 from turnstream.store.client.replies import Refusal, parse_refusal
@@ -56,7 +56,7 @@ class Admissions:
     def __init__(self, tracker: TrajectoryTracker, *, timeout_s: float) -> None:
         self.wake_id: str | None = None
         self._tracker = tracker
-        self._queues = tracker.queues
+        self._queues = tracker.send_queues
         self._timeout_s = timeout_s
         self.waits: WaitSnapshot | None = None
         self._asked_s: float | None = None
@@ -67,14 +67,14 @@ class Admissions:
         group: GroupOpened,
         members: Iterable[TrajectoryKey],
         *,
-        opened: Delivery | None = None,
-    ) -> list[Lane]:
-        """Request the admission of a group, and return lanes for these members."""
-        lanes = [self._tracker.begin(key) for key in members]
+        opened: PendingWrite | None = None,
+    ) -> list[TrajectoryQueue]:
+        """Request the admission of a group, and return trajectories for these members."""
+        queues = [self._tracker.begin(key) for key in members]
         self._queues.admissions.append(
-            Admission(group, encode_event(group), lanes, opened or Delivery())
+            Admission(group, encode_event(group), queues, opened or PendingWrite())
         )
-        return lanes
+        return queues
 
     def adopt(
         self,
@@ -83,19 +83,19 @@ class Admissions:
         *,
         now_s: float,
         prompt_number: int = 0,
-    ) -> list[Lane]:
+    ) -> list[TrajectoryQueue]:
         """Continue a group whose members the store has opened with these epochs.
 
         Empty if they are written here already: a restarted store grants such a task again.
         """
         if self._tracker.has_any(epochs.keys()):
             return []
-        lanes = self._tracker.begin_opened(epochs, now_s=now_s)
+        queues = self._tracker.begin_opened(epochs, now_s=now_s)
         opening = Admission(
-            group, encode_event(group), lanes, Delivery(), prompt_number=prompt_number
+            group, encode_event(group), queues, PendingWrite(), prompt_number=prompt_number
         )
         self._tracker.resend_buffer.keep(opening, now_s=now_s)
-        return lanes
+        return queues
 
     def take(self) -> list[Call]:
         """Return the calls that request admissions."""
@@ -123,12 +123,12 @@ class Admissions:
         if admission.since_s is not None:
             self._tracker.inflight.add_wait(now_s - admission.since_s)
         first_error = None
-        for lane, answer in zip(admission.lanes, answers, strict=True):
+        for queue, answer in zip(admission.queues, answers, strict=True):
             if isinstance(answer, int):
-                self._tracker.opened(lane, answer, now_s)
+                self._tracker.opened(queue, answer, now_s)
             else:
                 refused = parse_refusal(answer.decode())
-                error = self._tracker.not_opened(lane, refused, now_s)
+                error = self._tracker.not_opened(queue, refused, now_s)
                 first_error = first_error or error
         self._tracker.resend_buffer.keep(admission, now_s=now_s)
         admission.opened.settle(None, first_error)
@@ -140,8 +140,8 @@ class Admissions:
         if refused.code == "WAIT":
             self._wait_for_capacity(admission, str(refused.error), refused.fact, now_s)
             return
-        self._tracker.refuse(admission.lanes, refused, now_s)
-        if any(lane.error is None for lane in admission.lanes):
+        self._tracker.refuse(admission.queues, refused, now_s)
+        if any(queue.error is None for queue in admission.queues):
             self._tracker.resend_buffer.keep(admission, now_s=now_s)
         admission.opened.settle(None, refused.error)
 
@@ -193,7 +193,7 @@ class Admissions:
     def _not_answered(self, _: Refusal, now_s: float) -> None:
         self.waits, self._asked_s = None, now_s
 
-    def why_waiting(self, now_s: float, delivery: Delivery | None = None) -> list[WaitReason]:
+    def why_waiting(self, now_s: float, delivery: PendingWrite | None = None) -> list[WaitReason]:
         """Return why groups wait for admission; only those of `delivery` if it is set."""
         waiting = [
             admission
@@ -211,8 +211,8 @@ class Admissions:
     def withdraw_abandoned(self) -> None:
         """Withdraw the requests of groups whose members are all abandoned."""
         for admission in self._queues.take_abandoned():
-            for lane in admission.lanes:
-                self._tracker.end(lane)
+            for queue in admission.queues:
+                self._tracker.end(queue)
             admission.opened.settle(None)
 
     @property
@@ -251,21 +251,21 @@ class Admissions:
 
     def _reject(self, admission: Admission, error: TurnstreamError) -> None:
         self._queues.withdraw_admission(admission)
-        self._tracker.fail(admission.lanes, error)
+        self._tracker.fail(admission.queues, error)
         admission.opened.settle(None, error)
 
     def _abandon_late(self, admission: Admission, answers: Sequence[Any]) -> None:
         """Abandon members that the store opened after their wait had ended."""
-        for lane, answer in zip(admission.lanes, answers, strict=True):
+        for queue, answer in zip(admission.queues, answers, strict=True):
             if isinstance(answer, int):
-                self._tracker.abandon_unwritten(lane.key, answer, reason=_TOO_LATE)
+                self._tracker.abandon_unwritten(queue.key, answer, reason=_TOO_LATE)
 
 
-def _concerns(admission: Admission, delivery: Delivery | None) -> bool:
+def _concerns(admission: Admission, delivery: PendingWrite | None) -> bool:
     """Whether a delivery waits for this group."""
     if delivery is None or admission.opened is delivery:
         return True
     return any(
-        lane.end is delivery or any(each.receipt is delivery for each in lane.pending)
-        for lane in admission.lanes
+        queue.end is delivery or any(each.receipt is delivery for each in queue.pending)
+        for queue in admission.queues
     )

@@ -9,8 +9,8 @@ from itertools import islice
 from typing import Any
 
 from turnstream.errors import RunNotFoundError, TurnstreamError
-from turnstream.generator.outbox.calls import Call, TargetRun
-from turnstream.generator.outbox.trajectory_queue import Lane
+from turnstream.generator.outbox.rounds import Call, TargetRun
+from turnstream.generator.outbox.trajectory_queue import TrajectoryQueue
 from turnstream.generator.requests import Lease, RenewLeases, Reservation, Reserve
 from turnstream.store.client.replies import Refusal, parse_refusal
 from turnstream.store.run.budget import with_block
@@ -27,7 +27,9 @@ needs no heartbeat."""
 _FIRST_LEASE_S = 60.0
 """Until then, a silence is long where it is longer than a lease usually is."""
 
-_MAX_LANES = 256  # lanes of one call, which blocks the store for a quarter of a millisecond
+_MAX_TRAJECTORIES = (
+    256  # trajectories of one call, which blocks the store for a quarter of a millisecond
+)
 
 
 _logger = logging.getLogger(__name__)
@@ -40,12 +42,12 @@ class Heartbeats:
         self,
         target: TargetRun,
         writer: str,
-        fail: Callable[[Sequence[Lane], TurnstreamError], None],
+        fail: Callable[[Sequence[TrajectoryQueue], TurnstreamError], None],
     ) -> None:
         self._target = target
         self._writer = writer
         self._fail = fail
-        self._open: dict[Lane, None] = {}
+        self._open: dict[TrajectoryQueue, None] = {}
         self._interval_s = _FIRST_INTERVAL_S
         self._due_s = 0.0
         self._known_s = 0.0  # the leases were ours at this time
@@ -56,55 +58,55 @@ class Heartbeats:
         """Trajectories that hold a lease."""
         return len(self._open)
 
-    def opened(self, lane: Lane, *, now_s: float) -> None:
+    def opened(self, queue: TrajectoryQueue, *, now_s: float) -> None:
         """Renew the lease of a trajectory from now on."""
         if not self._open:
             self._due_s = now_s + _FIRST_INTERVAL_S
             self._known_s = now_s
-        self._open[lane] = None
+        self._open[queue] = None
 
-    def ended(self, lane: Lane) -> None:
+    def ended(self, queue: TrajectoryQueue) -> None:
         """Stop renewing the lease of a trajectory."""
-        self._open.pop(lane, None)
+        self._open.pop(queue, None)
 
     def take(self, now_s: float) -> list[Call]:
         """Return the calls to send now: none, or the leases of all open trajectories."""
         if not self._open or now_s < self._due_s:
             return []
         self.sent(now_s)
-        return [self._call(lanes, now_s) for lanes in _in_parts(self._open, MAX_HEARTBEATS)]
+        return [self._call(queues, now_s) for queues in _in_parts(self._open, MAX_HEARTBEATS)]
 
-    def _call(self, lanes: Sequence[Lane], sent_s: float) -> Call:
-        leases = [Lease(lane.trajectory_id, lane.epoch) for lane in lanes]
+    def _call(self, queues: Sequence[TrajectoryQueue], sent_s: float) -> Call:
+        leases = [Lease(queue.trajectory_id, queue.epoch) for queue in queues]
         return Call(
             RenewLeases(self._target.run, self._writer, leases),
-            partial(self._renewed, lanes, sent_s),
-            partial(self._not_renewed, lanes),
+            partial(self._renewed, queues, sent_s),
+            partial(self._not_renewed, queues),
             self.failed,
             is_write=False,
         )
 
     def _renewed(
-        self, lanes: Sequence[Lane], sent_s: float, answers: Sequence[Any], _: float
+        self, queues: Sequence[TrajectoryQueue], sent_s: float, answers: Sequence[Any], _: float
     ) -> None:
         """Handle renewed and lost leases.
 
-        A lost lease of an ending lane is no failure, because its end may be stored already. It is
-        one if the trajectory was abandoned before its first write.
+        A lost lease of an ending trajectory is no failure, because its end may be stored already.
+        It is one if the trajectory was abandoned before its first write.
         """
         lease_ms, *states = answers
         self.answered(lease_s=lease_ms / 1000, sent_s=sent_s)
-        for lane, state in zip(lanes, states, strict=True):
+        for queue, state in zip(queues, states, strict=True):
             if state == b"OK":
                 continue
             refused = parse_refusal(state.decode())
-            if not lane.is_ending or _is_gone_unwritten(lane, refused):
-                self._fail([lane], refused.error)
+            if not queue.is_ending or _is_gone_unwritten(queue, refused):
+                self._fail([queue], refused.error)
 
-    def _not_renewed(self, lanes: Sequence[Lane], refused: Refusal, _: float) -> None:
+    def _not_renewed(self, queues: Sequence[TrajectoryQueue], refused: Refusal, _: float) -> None:
         _logger.warning("run %s: leases cannot be renewed: %s", self._target.run, refused.error)
         if isinstance(refused.error, RunNotFoundError):
-            self._fail([lane for lane in lanes if not lane.is_ending], refused.error)
+            self._fail([queue for queue in queues if not queue.is_ending], refused.error)
 
     def sent(self, now_s: float) -> None:
         """Record that heartbeats were sent; the next follow after the interval."""
@@ -147,60 +149,62 @@ class Reservations:
     def __init__(self, target: TargetRun, writer: str) -> None:
         self._target = target
         self._writer = writer
-        self._grown: dict[Lane, None] = {}
+        self._grown: dict[TrajectoryQueue, None] = {}
 
-    def grew(self, lane: Lane) -> None:
+    def grew(self, queue: TrajectoryQueue) -> None:
         """Reserve more for an open trajectory, if its records outgrew the reservation."""
-        if lane.epoch and lane.num_bytes > lane.reserved_bytes:
-            self._grown[lane] = None
+        if queue.epoch and queue.num_bytes > queue.reserved_bytes:
+            self._grown[queue] = None
 
-    def ended(self, lane: Lane) -> None:
+    def ended(self, queue: TrajectoryQueue) -> None:
         """Reserve no more bytes for a trajectory."""
-        self._grown.pop(lane, None)
+        self._grown.pop(queue, None)
 
     def take(self) -> list[Call]:
         """Return the calls to send now."""
-        grown = _in_parts(self._grown, _MAX_LANES)
+        grown = _in_parts(self._grown, _MAX_TRAJECTORIES)
         self._grown.clear()
-        return [self._call(lanes) for lanes in grown]
+        return [self._call(queues) for queues in grown]
 
-    def _call(self, lanes: Sequence[Lane]) -> Call:
+    def _call(self, queues: Sequence[TrajectoryQueue]) -> Call:
         wanted = [
             Reservation(
-                lane.trajectory_id,
-                lane.epoch,
-                lane.num_bytes if lane.is_ending else with_block(lane.num_bytes),
+                queue.trajectory_id,
+                queue.epoch,
+                queue.num_bytes if queue.is_ending else with_block(queue.num_bytes),
             )
-            for lane in lanes
+            for queue in queues
         ]
         return Call(
             Reserve(self._target.run, self._writer, wanted),
-            partial(self._reserved, lanes),
+            partial(self._reserved, queues),
             self._refused,
-            partial(self._failed, lanes),
+            partial(self._failed, queues),
             is_write=False,
         )
 
-    def _reserved(self, lanes: Sequence[Lane], answers: Sequence[Any], _: float) -> None:
-        for lane, num_bytes in zip(lanes, answers, strict=True):
-            lane.reserved_bytes = max(lane.reserved_bytes, num_bytes)
+    def _reserved(
+        self, queues: Sequence[TrajectoryQueue], answers: Sequence[Any], _: float
+    ) -> None:
+        for queue, num_bytes in zip(queues, answers, strict=True):
+            queue.reserved_bytes = max(queue.reserved_bytes, num_bytes)
 
     def _refused(self, refused: Refusal, _: float) -> None:
         _logger.warning("run %s: no bytes can be reserved: %s", self._target.run, refused.error)
 
-    def _failed(self, lanes: Sequence[Lane]) -> None:
-        """Reserve again for these lanes, since the call was not answered."""
-        for lane in lanes:
-            if lane.error is None:
-                self.grew(lane)
+    def _failed(self, queues: Sequence[TrajectoryQueue]) -> None:
+        """Reserve again for these trajectories, since the call was not answered."""
+        for queue in queues:
+            if queue.error is None:
+                self.grew(queue)
 
 
-def _is_gone_unwritten(lane: Lane, refused: Refusal) -> bool:
-    """Whether a lane would write its first turns for nothing: its seal cannot be stored."""
+def _is_gone_unwritten(queue: TrajectoryQueue, refused: Refusal) -> bool:
+    """Whether a trajectory would write its first turns for nothing: its seal cannot be stored."""
     is_gone = refused.fact in ("abandoned", "unknown")
-    return is_gone and bool(lane.pending) and not lane.is_placed
+    return is_gone and bool(queue.pending) and not queue.is_placed
 
 
-def _in_parts(lanes: Iterable[Lane], size: int) -> list[list[Lane]]:
-    left = iter(lanes)
+def _in_parts(queues: Iterable[TrajectoryQueue], size: int) -> list[list[TrajectoryQueue]]:
+    left = iter(queues)
     return list(iter(lambda: list(islice(left, size)), []))

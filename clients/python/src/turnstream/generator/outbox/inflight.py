@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from turnstream.generator.outbox.trajectory_queue import Lane
+from turnstream.generator.outbox.trajectory_queue import TrajectoryQueue
 from turnstream.types import TurnShape
 
 
@@ -95,16 +95,16 @@ class InflightCounts:
         """Add the time that a group waited for admission."""
         self._wait_s += wait_s
 
-    def accepted(self, lane: Lane, num_bytes: int) -> None:
+    def accepted(self, queue: TrajectoryQueue, num_bytes: int) -> None:
         """Add accepted bytes; a negative number removes them."""
-        if lane.epoch:
+        if queue.epoch:
             self.inflight_bytes += num_bytes
         else:
             self.unadmitted_bytes += num_bytes
 
-    def acknowledged(self, lane: Lane, shape: TurnShape, *, num_bytes: int) -> None:
+    def acknowledged(self, queue: TrajectoryQueue, shape: TurnShape, *, num_bytes: int) -> None:
         """Count a turn that the store acknowledged."""
-        self.accepted(lane, -num_bytes)
+        self.accepted(queue, -num_bytes)
         counts = self._counts
         counts["num_turns"] += 1
         counts["wire_bytes"] += num_bytes

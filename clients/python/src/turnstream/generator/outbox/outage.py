@@ -131,6 +131,6 @@ class Outage:
         return found
 
 
-def first_of(*pauses_s: float | None) -> float | None:
+def first_result(*pauses_s: float | None) -> float | None:
     """The shortest of some pauses, of which None never ends."""
     return min([pause_s for pause_s in pauses_s if pause_s is not None], default=None)

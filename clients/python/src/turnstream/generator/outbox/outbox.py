@@ -4,13 +4,13 @@ Its owner adds writes and repeats three calls: take a round, send it, pass the r
 round is in flight at a time; heartbeats that are due meanwhile travel beside it. Unacknowledged
 calls return to their queues in order. A round takes, first to last::
 
-    abandons     of lanes whose turns are all acknowledged
-    seals        of lanes whose payload is all acknowledged: one call for many
+    abandons     of trajectories whose turns are all acknowledged
+    seals        of trajectories whose payload is all acknowledged: one call for many
     admissions   of groups; a refused one waits until the run's wake stream moves
-    payload      per lane one call with the waiting turns, and the seal if it ends there
-    of the run   rewards, its configuration, conflicts, its closing, lanes to adopt again
-    reservations of lanes that have outgrown their reserved bytes
-    heartbeats   of all open lanes when they are due; alone after a long silence
+    payload      per trajectory one call with the waiting turns, and the seal if it ends there
+    of the run   rewards, its configuration, conflicts, its closing, trajectories to adopt again
+    reservations of trajectories that have outgrown their reserved bytes
+    heartbeats   of all open trajectories when they are due; alone after a long silence
     waits        the state of the run, for groups whose wait is about to time out
 
 Each call has the handlers of its reply, in `admissions.py`, `trajectories.py`, `heartbeats.py` or
@@ -32,15 +32,15 @@ from redis.exceptions import NoScriptError, ResponseError
 from turnstream.errors import StoreUnavailableError, TurnstreamError
 from turnstream.generator.encode.encoder import DraftedGroup, SealMaker, TurnRecord
 from turnstream.generator.outbox.admissions import Admissions
-from turnstream.generator.outbox.calls import Answers, Call, Round, StoreProcess, TargetRun
 from turnstream.generator.outbox.inflight import InflightCounts, PublisherStatistics
-from turnstream.generator.outbox.outage import Outage, first_of
+from turnstream.generator.outbox.outage import Outage, first_result
 from turnstream.generator.outbox.outbox_waits import WaitMessages
-from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.receipts import PendingWrite
 from turnstream.generator.outbox.resend import KEEP_S, MAX_KEPT_BYTES, ResendBuffer
+from turnstream.generator.outbox.rounds import Answers, Call, Round, StoreProcess, TargetRun
 from turnstream.generator.outbox.run_calls import RunCalls
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
-from turnstream.generator.outbox.trajectory_queue import Admission, Lane, PendingTurn
+from turnstream.generator.outbox.trajectory_queue import Admission, PendingTurn, TrajectoryQueue
 from turnstream.store.client.deadlines import is_silence
 from turnstream.store.client.replies import parse_refusal, translate
 from turnstream.types.names import RunId
@@ -83,7 +83,7 @@ class Outbox:
         self.tracker = TrajectoryTracker(
             self.target, writer, inflight=self.inflight, resend_buffer=self._resend_buffer
         )
-        self._queues = self.tracker.queues
+        self._queues = self.tracker.send_queues
         self.admissions = Admissions(self.tracker, timeout_s=admission_timeout_s)
         self.run_calls = RunCalls(self.tracker, timeout_s=timeout_s)
         self.timeout_s = timeout_s
@@ -101,26 +101,28 @@ class Outbox:
         """The id of the run; its name until it is found."""
         return self.target.run
 
-    def append(self, lane: Lane, turn: TurnRecord, receipt: Delivery | None = None) -> None:
+    def append(
+        self, queue: TrajectoryQueue, turn: TurnRecord, receipt: PendingWrite | None = None
+    ) -> None:
         """Send a turn after the others of its trajectory.
 
         Raises:
             TurnstreamError: the trajectory has failed before.
         """
-        lane.raise_error()
-        lane.pending.append(PendingTurn(turn, receipt))
-        self.inflight.accepted(lane, len(turn.record))
-        lane.num_bytes += len(turn.record)
-        self.tracker.reservations.grew(lane)
-        self._queues.add_payload(lane)
+        queue.raise_error()
+        queue.pending.append(PendingTurn(turn, receipt))
+        self.inflight.accepted(queue, len(turn.record))
+        queue.num_bytes += len(turn.record)
+        self.tracker.reservations.grew(queue)
+        self._queues.add_payload(queue)
 
     def seal(
         self,
-        lane: Lane,
+        queue: TrajectoryQueue,
         seal: SealMaker,
         *,
         merged_tokens: int,
-        end: Delivery,
+        end: PendingWrite,
         awaits_reward: bool = False,
     ) -> None:
         """End a trajectory after its last turn; the answer of the run settles `end`.
@@ -128,38 +130,38 @@ class Outbox:
         Raises:
             TurnstreamError: the trajectory has failed before.
         """
-        lane.raise_error()
-        lane.seal, lane.merged_tokens, lane.end = seal, merged_tokens, end
-        lane.awaits_reward = awaits_reward
-        self._queues.add_payload(lane)
+        queue.raise_error()
+        queue.seal, queue.merged_tokens, queue.end = seal, merged_tokens, end
+        queue.awaits_reward = awaits_reward
+        self._queues.add_payload(queue)
 
-    def put_group(self, whole: DraftedGroup, end: Delivery) -> None:
+    def put_group(self, whole: DraftedGroup, end: PendingWrite) -> None:
         """Send a whole finished group; the answer for each of its trajectories settles `end`."""
-        lanes = self.admissions.request(whole.opening, [made.key for made in whole.trajectories])
-        for lane, made in zip(lanes, whole.trajectories, strict=True):
+        queues = self.admissions.request(whole.opening, [made.key for made in whole.trajectories])
+        for queue, made in zip(queues, whole.trajectories, strict=True):
             for turn in made.turns:
-                self.append(lane, turn)
+                self.append(queue, turn)
             self.seal(
-                lane,
+                queue,
                 made.seal,
                 merged_tokens=made.merged_tokens,
                 end=end,
                 awaits_reward=made.awaits_reward,
             )
 
-    def abandon(self, lane: Lane, reason: str, *, end: Delivery) -> None:
+    def abandon(self, queue: TrajectoryQueue, reason: str, *, end: PendingWrite) -> None:
         """Abandon a trajectory after its last turn; the answer of the run settles `end`.
 
         A failed trajectory is not abandoned: it may belong to another writer.
         """
-        if lane.error is not None:
-            end.settle(lane.key)
+        if queue.error is not None:
+            end.settle(queue.key)
             return
-        lane.abandon_reason, lane.end = reason, end
-        if lane.epoch == 0:
+        queue.abandon_reason, queue.end = reason, end
+        if queue.epoch == 0:
             self.admissions.withdraw_abandoned()
-        elif not lane.pending:
-            self._queues.abandons.append(lane)
+        elif not queue.pending:
+            self._queues.abandons.append(queue)
 
     @property
     def is_idle(self) -> bool:
@@ -261,7 +263,7 @@ class Outbox:
 
     def ends_in_s(self, now_s: float) -> float | None:
         """Seconds after which `expire` may end something; None while nothing has a deadline."""
-        return first_of(self.admissions.pause_s(now_s), self.outage.left_s(now_s))
+        return first_result(self.admissions.pause_s(now_s), self.outage.left_s(now_s))
 
     def _empty_round(self) -> Round:
         """Return a round without calls, which finds the server instance and the id of the run."""
@@ -273,14 +275,14 @@ class Outbox:
         """Seconds after which `next_round` may give something that it does not give now."""
         expires_s, away_s = self.admissions.pause_s(now_s), self.outage.pause_s(now_s)
         if away_s > 0:
-            return first_of(expires_s, away_s)
+            return first_result(expires_s, away_s)
         parts = (self.tracker.heartbeats, self._resend_buffer, self.run_calls)
         due_s = [part.pause_s(now_s) for part in parts]
-        return first_of(expires_s, *due_s, self.admissions.asks_in_s(now_s))
+        return first_result(expires_s, *due_s, self.admissions.asks_in_s(now_s))
 
     def wakes_in_s(self, now_s: float) -> float | None:
         """Return the seconds until `next_round` is to be called again, for a round or a warning."""
-        return first_of(self.pause_s(now_s), self.why.warns_in_s(now_s))
+        return first_result(self.pause_s(now_s), self.why.warns_in_s(now_s))
 
     def answered(self, sent: Round, answers: Answers, *, now_s: float) -> None:
         """The store answered the round."""
@@ -360,7 +362,9 @@ class Outbox:
         self.fail_all(error)
         self._resend_buffer.take()
 
-    def _end_all(self, error_of: Callable[[Lane | Admission | str], TurnstreamError]) -> None:
+    def _end_all(
+        self, error_of: Callable[[TrajectoryQueue | Admission | str], TurnstreamError]
+    ) -> None:
         if self._round is not None:
             _put_back(self._round.calls)
             self._is_connected = not self._ends(self._round)

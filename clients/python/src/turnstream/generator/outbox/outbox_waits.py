@@ -13,9 +13,9 @@ from turnstream.errors import (
 )
 from turnstream.generator.outbox.admissions import MAX_NAMED, Admissions
 from turnstream.generator.outbox.outage import Outage
-from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.receipts import PendingWrite
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
-from turnstream.generator.outbox.trajectory_queue import Admission, Lane
+from turnstream.generator.outbox.trajectory_queue import Admission, TrajectoryQueue
 from turnstream.store.client.replies import RETRY_AFTER_S
 from turnstream.store.waits.awaited import admission_awaited, not_ready
 from turnstream.store.waits.wait_reasons import Fact, wait_reason
@@ -31,7 +31,7 @@ class WaitMessages:
         self._outage = outage
         self._warnings = WaitWarnings()
 
-    def waiting(self, now_s: float, delivery: Delivery | None = None) -> list[WaitReason]:
+    def waiting(self, now_s: float, delivery: PendingWrite | None = None) -> list[WaitReason]:
         """Return why writes are unacknowledged; only those of `delivery` if it is set."""
         silent_s = self._outage.silent_s(now_s)
         return [
@@ -78,14 +78,14 @@ class WaitMessages:
 
     def errors_of_failed(
         self, message: str, now_s: float
-    ) -> Callable[[Lane | Admission | str], TurnstreamError]:
+    ) -> Callable[[TrajectoryQueue | Admission | str], TurnstreamError]:
         """Return the errors of writes that fail after the store was full, away or silent."""
         why, silent_s = self.store(now_s), self._outage.silent_s(now_s)
         kind = StoreUnavailableError
         if self._outage.is_full:
             kind, message = StoreFullError, f"{message.partition(': ')[0]}: {why[0].sentence}"
 
-        def error_of(what: Lane | Admission | str) -> TurnstreamError:
+        def error_of(what: TrajectoryQueue | Admission | str) -> TurnstreamError:
             waited = _of_failed(what, silent_s=silent_s, now_s=now_s)
             return kind(message, [*waited, *why], RETRY_AFTER_S)
 
@@ -93,7 +93,7 @@ class WaitMessages:
 
 
 def of_writes(
-    lanes: Iterable[Lane], delivery: Delivery | None, *, silent_s: float | None
+    queues: Iterable[TrajectoryQueue], delivery: PendingWrite | None, *, silent_s: float | None
 ) -> list[WaitReason]:
     """Return the unacknowledged writes, of one delivery if it is set.
 
@@ -103,42 +103,42 @@ def of_writes(
     if silent_s is None:
         answered = "the store has not answered yet"
     found: list[WaitReason] = []
-    for lane in lanes:
-        numbered = enumerate(lane.pending, lane.num_acknowledged)
+    for queue in queues:
+        numbered = enumerate(queue.pending, queue.num_acknowledged)
         turns = (n for n, each in numbered if delivery in (None, each.receipt))
         turn = next(turns, None)
-        is_ending = lane.end is not None and delivery in (None, lane.end)
+        is_ending = queue.end is not None and delivery in (None, queue.end)
         if turn is None and not is_ending:
             continue
-        what = f"turn {turn}" if turn is not None else _end_in_words(lane)
-        place = "" if lane.epoch else ", which is not open yet,"
+        what = f"turn {turn}" if turn is not None else _end_in_words(queue)
+        place = "" if queue.epoch else ", which is not open yet,"
         facts = {
-            "group": lane.key.group_id,
-            "sample": lane.key.sample,
-            "attempt": lane.key.attempt,
+            "group": queue.key.group_id,
+            "sample": queue.key.sample,
+            "attempt": queue.key.attempt,
             "turn": turn,
-            "turns_waiting": len(lane.pending),
+            "turns_waiting": len(queue.pending),
             "silent_s": silent_s,
         }
-        sentence = f"{what} of {lane.key.readable_name}{place} is not acknowledged; {answered}"
+        sentence = f"{what} of {queue.key.readable_name}{place} is not acknowledged; {answered}"
         found.append(WaitReason(WaitKind.NOT_ACKNOWLEDGED, sentence, facts))
         if len(found) == MAX_NAMED:
             break
     return found
 
 
-def _end_in_words(lane: Lane) -> str:
-    after = f", after {len(lane.pending)} turns," if lane.pending else ""
-    return ("the seal" if lane.seal is not None else "the abandonment") + after
+def _end_in_words(queue: TrajectoryQueue) -> str:
+    after = f", after {len(queue.pending)} turns," if queue.pending else ""
+    return ("the seal" if queue.seal is not None else "the abandonment") + after
 
 
 def _of_failed(
-    what: Lane | Admission | str, *, silent_s: float | None, now_s: float
+    what: TrajectoryQueue | Admission | str, *, silent_s: float | None, now_s: float
 ) -> list[WaitReason]:
     """Return the reason for a failed trajectory, waiting group, or named call."""
     facts: dict[str, Fact] = {"call": what} if isinstance(what, str) else {}
     sentence = f"{what} is not acknowledged"
-    if isinstance(what, Lane):
+    if isinstance(what, TrajectoryQueue):
         return of_writes([what], None, silent_s=silent_s)
     if isinstance(what, Admission):
         group, since_s = what.group, what.since_s

@@ -16,7 +16,7 @@ _MAX_NOTES: Final = 5  # notes on the first error about the others
 _new_event = threading.Lock()
 
 
-class Delivery:
+class PendingWrite:
     """Counts the unacknowledged parts of a write. Only the outbox settles it.
 
     Args:
@@ -42,8 +42,8 @@ class Delivery:
         self,
         num_parts: int = 1,
         *,
-        unread_failures: list[Delivery] | None = None,
-        why: Callable[[Delivery], Sequence[WaitReason]] = lambda _: (),
+        unread_failures: list[PendingWrite] | None = None,
+        why: Callable[[PendingWrite], Sequence[WaitReason]] = lambda _: (),
         check_caller: Callable[[], None] = lambda: None,
     ) -> None:
         self._num_open = num_parts
@@ -86,7 +86,7 @@ class Delivery:
         return NotReadyError(message, self._why(self))
 
 
-class Receipt(Delivery):
+class Receipt(PendingWrite):
     """Stands for writes that were accepted here and are on their way to the store."""
 
     __slots__ = ()
@@ -110,7 +110,7 @@ class Receipt(Delivery):
         self.raise_error()
 
 
-class AsyncReceipt(Delivery):
+class AsyncReceipt(PendingWrite):
     """The same as Receipt, to be awaited in the event loop of its publisher."""
 
     __slots__ = ()
@@ -132,7 +132,7 @@ class AsyncReceipt(Delivery):
         self.raise_error()
 
 
-def raise_unread(failures: list[Delivery], losses: list[TurnstreamError]) -> None:
+def raise_unread(failures: list[PendingWrite], losses: list[TurnstreamError]) -> None:
     """Raise the losses and the unread errors as one error, and clear the list."""
     unread = [failed for failed in failures if not failed.was_read]
     failures.clear()

@@ -16,8 +16,13 @@ from typing import Final, NamedTuple
 from turnstream.errors import StoreBehindError, TurnstreamError
 from turnstream.generator.encode.encoder import TurnRecord
 from turnstream.generator.outbox.inflight import InflightCounts
-from turnstream.generator.outbox.receipts import Delivery
-from turnstream.generator.outbox.trajectory_queue import Admission, Lane, Queues, RunCall
+from turnstream.generator.outbox.receipts import PendingWrite
+from turnstream.generator.outbox.trajectory_queue import (
+    Admission,
+    RunCall,
+    SendQueues,
+    TrajectoryQueue,
+)
 from turnstream.store.client.replies import Refusal
 from turnstream.types import TrajectoryKey
 
@@ -30,20 +35,20 @@ MAX_KEPT_BYTES: Final = 64 * 1024 * 1024
 class KeptTurn(NamedTuple):
     """A turn that the store has acknowledged."""
 
-    lane: Lane
+    queue: TrajectoryQueue
     turn: TurnRecord
 
 
 class Adopted(NamedTuple):
     """A trajectory was adopted."""
 
-    lane: Lane
+    queue: TrajectoryQueue
 
 
 class Ended(NamedTuple):
     """The seal of a trajectory was stored or posted, or it was abandoned."""
 
-    lane: Lane
+    queue: TrajectoryQueue
 
 
 Acknowledged = Admission | Adopted | KeptTurn | Ended | RunCall
@@ -75,7 +80,7 @@ class ResendBuffer:
         self.num_bytes = 0
         self.num_forgotten = 0
         self._kept: deque[_Kept] = deque()
-        self._opened: dict[TrajectoryKey, Lane] = {}  # members of the kept admissions
+        self._opened: dict[TrajectoryKey, TrajectoryQueue] = {}  # members of the kept admissions
         self._newest_s: float | None = None
 
     @property
@@ -90,7 +95,7 @@ class ResendBuffer:
         num_bytes = len(what.turn.record) if isinstance(what, KeptTurn) else 0
         self._kept.append(_Kept(now_s, num_bytes, what))
         if isinstance(what, Admission):
-            self._opened.update((lane.key, lane) for lane in what.lanes)
+            self._opened.update((queue.key, queue) for queue in what.queues)
         self._newest_s = now_s
         self.num_bytes += num_bytes
         while self.num_bytes > self.max_bytes:
@@ -109,8 +114,8 @@ class ResendBuffer:
 
     def has_opened(self, key: TrajectoryKey) -> bool:
         """Whether the admission of a trajectory is kept that has not failed."""
-        lane = self._opened.get(key)
-        return lane is not None and lane.error is None
+        queue = self._opened.get(key)
+        return queue is not None and queue.error is None
 
     def take(self) -> list[Acknowledged]:
         """Remove and return all that is kept."""
@@ -124,9 +129,9 @@ class ResendBuffer:
         dropped = self._kept.popleft()
         self.num_bytes -= dropped.num_bytes
         if isinstance(dropped.what, Admission):
-            for lane in dropped.what.lanes:
-                if self._opened.get(lane.key) is lane:
-                    del self._opened[lane.key]
+            for queue in dropped.what.queues:
+                if self._opened.get(queue.key) is queue:
+                    del self._opened[queue.key]
         return dropped
 
 
@@ -139,96 +144,98 @@ class Resent(NamedTuple):
         adopted: those of `closed` that must be adopted.
     """
 
-    closed: list[Lane]
-    open: list[Lane]
-    adopted: list[Lane]
+    closed: list[TrajectoryQueue]
+    open: list[TrajectoryQueue]
+    adopted: list[TrajectoryQueue]
 
 
-def resend(kept: Iterable[Acknowledged], *, queues: Queues, inflight: InflightCounts) -> Resent:
+def resend(
+    kept: Iterable[Acknowledged], *, send_queues: SendQueues, inflight: InflightCounts
+) -> Resent:
     """Return everything that was kept to the queues, before everything that waits there.
 
     Admissions are requested again, then follow the turns, then the seals. The caller queues the
-    turns of the open lanes.
+    turns of the open trajectories.
     """
-    turns: dict[Lane, list[TurnRecord]] = {}
+    turns: dict[TrajectoryQueue, list[TurnRecord]] = {}
     admissions: list[Admission] = []
-    adopted: list[Lane] = []
+    adopted: list[TrajectoryQueue] = []
     for each in kept:
         match each:
             case Admission():
                 admissions.append(each)
-            case Adopted(lane):
-                adopted.append(lane)
-            case KeptTurn(lane, turn):
-                turns.setdefault(lane, []).append(turn)
-            case Ended(lane):
-                turns.setdefault(lane, [])
+            case Adopted(queue):
+                adopted.append(queue)
+            case KeptTurn(queue, turn):
+                turns.setdefault(queue, []).append(turn)
+            case Ended(queue):
+                turns.setdefault(queue, [])
             case RunCall():
-                queues.of_run.append(each)
-    members = [lane for admission in admissions for lane in admission.lanes if lane.epoch]
+                send_queues.of_run.append(each)
+    members = [queue for admission in admissions for queue in admission.queues if queue.epoch]
     closed = _unfailed([*members, *adopted])
-    opened = [lane for lane in _unfailed(turns) if lane not in closed]
-    queues.withdraw({**closed, **dict.fromkeys(opened)})
-    for lane in (*closed, *opened):
-        lane.resend(turns.get(lane, []))
-    for lane in closed:
-        num_bytes = lane.num_pending_bytes
-        inflight.accepted(lane, -num_bytes)
-        lane.earlier_epoch, lane.epoch, lane.is_placed = lane.epoch, 0, False
-        inflight.accepted(lane, num_bytes)
+    opened = [queue for queue in _unfailed(turns) if queue not in closed]
+    send_queues.withdraw({**closed, **dict.fromkeys(opened)})
+    for queue in (*closed, *opened):
+        queue.resend(turns.get(queue, []))
+    for queue in closed:
+        num_bytes = queue.num_pending_bytes
+        inflight.accepted(queue, -num_bytes)
+        queue.earlier_epoch, queue.epoch, queue.is_placed = queue.epoch, 0, False
+        inflight.accepted(queue, num_bytes)
     for admission in reversed(admissions):
         again = Admission(
             admission.group,
             admission.record,
-            [lane for lane in admission.lanes if lane in closed],
-            Delivery(),
+            [queue for queue in admission.queues if queue in closed],
+            PendingWrite(),
             prompt_number=admission.prompt_number,
             is_again=True,
         )
-        queues.admissions.appendleft(again)
-    return Resent(list(closed), opened, [lane for lane in adopted if lane in closed])
+        send_queues.admissions.appendleft(again)
+    return Resent(list(closed), opened, [queue for queue in adopted if queue in closed])
 
 
-def _unfailed(lanes: Iterable[Lane]) -> dict[Lane, None]:
-    return {lane: None for lane in lanes if lane.error is None}
+def _unfailed(queues: Iterable[TrajectoryQueue]) -> dict[TrajectoryQueue, None]:
+    return {queue: None for queue in queues if queue.error is None}
 
 
-def why_refused(lane: Lane, refused: Refusal) -> TurnstreamError:
-    """Return the error of a refused lane; a gap means that the store has lost turns."""
+def why_refused(queue: TrajectoryQueue, refused: Refusal) -> TurnstreamError:
+    """Return the error of a refused trajectory; a gap means that the store has lost turns."""
     if refused.code != "GAP":
         return refused.error
-    first, last = int(refused.fact), lane.num_acknowledged - 1
+    first, last = int(refused.fact), queue.num_acknowledged - 1
     lost = f"turn {first}" if first == last else f"turns {first} to {last}"
     return StoreBehindError(
-        f"{lane.key.readable_name}: the store came back without {lost}, which it had acknowledged, "
+        f"{queue.key.readable_name}: the store came back without {lost}, which it had acknowledged "
         "and which are no longer kept here"
     )
 
 
-def has_survived(lane: Lane, refused: Refusal) -> bool:
-    """Whether a refusal proves that the store has all of a lane that had ended.
+def has_survived(queue: TrajectoryQueue, refused: Refusal) -> bool:
+    """Whether a refusal proves that the store has all of a trajectory that had ended.
 
-    A lane that was sealed here and is abandoned there proves the opposite. It was open when the
-    store came back, and its lease ended before it was sealed again.
+    A trajectory that was sealed here and is abandoned there proves the opposite. It was open when
+    the store came back, and its lease ended before it was sealed again.
     """
-    if not lane.has_ended:
+    if not queue.has_ended:
         return False
     if refused.code != "CONFLICT":
         return is_payload_released(refused)
     if refused.fact == "abandoned":
-        return lane.abandon_reason is not None
+        return queue.abandon_reason is not None
     return _is_finished(refused) or _is_without(refused)
 
 
-def is_decided_by_payload(lane: Lane, refused: Refusal) -> bool:
-    """Whether only the payload can say if the store has lost a lane that was sealed.
+def is_decided_by_payload(queue: TrajectoryQueue, refused: Refusal) -> bool:
+    """Whether only the payload can say if the store has lost a trajectory that was sealed.
 
     The ledger does not have the trajectory, and its group went on. The payload is gone too. Its
     tombstone stands for longer than anything is kept here, and records whether the trajectory was
     abandoned. If there is no tombstone, the store has lost the trajectory.
     """
-    is_first_reply = lane.epoch == 0 and lane.earlier_epoch > 0
-    is_sealed = lane.has_ended and lane.seal is not None
+    is_first_reply = queue.epoch == 0 and queue.earlier_epoch > 0
+    is_sealed = queue.has_ended and queue.seal is not None
     return is_first_reply and is_sealed and (_is_without(refused) or is_unknown(refused))
 
 
@@ -253,5 +260,5 @@ def _is_finished(refused: Refusal) -> bool:
 
 
 def _is_without(refused: Refusal) -> bool:
-    """Whether the group of a lane takes no member any more, and the ledger does not have it."""
+    """Whether the group of a trajectory takes no member any more, and the ledger lacks it."""
     return refused.code == "CONFLICT" and refused.fact in ("group", "name")

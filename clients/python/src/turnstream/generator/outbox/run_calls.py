@@ -10,8 +10,8 @@ from functools import partial
 from typing import Final
 
 from turnstream.errors import RejectedError, TurnstreamError
-from turnstream.generator.outbox.calls import Call
-from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.receipts import PendingWrite
+from turnstream.generator.outbox.rounds import Call
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
 from turnstream.generator.outbox.trajectory_queue import RewardPost, RunCall
 from turnstream.generator.requests import CloseRun, PostReward, ReadConfig
@@ -36,7 +36,7 @@ class RunCalls:
     def __init__(self, tracker: TrajectoryTracker, *, timeout_s: float) -> None:
         self.extra_columns: tuple[DeclaredColumn, ...] | None = None
         self._tracker = tracker
-        self._queue = tracker.queues.of_run
+        self._queue = tracker.send_queues.of_run
         self._timeout_s = timeout_s
         self._reposts: list[RunCall] = []
         self._reposts_due_s = 0.0
@@ -65,7 +65,7 @@ class RunCalls:
         """Seconds until a reward is posted again; None if none waits."""
         return max(0.0, self._reposts_due_s - now_s) if self._reposts else None
 
-    def close_run(self, reason: str, receipt: Delivery) -> None:
+    def close_run(self, reason: str, receipt: PendingWrite) -> None:
         """Close the run to new groups."""
 
         def closed(_: object, now_s: float) -> None:
@@ -81,7 +81,7 @@ class RunCalls:
         )
         self._queue.append(call)
 
-    def learn_columns(self, receipt: Delivery) -> None:
+    def learn_columns(self, receipt: PendingWrite) -> None:
         """Read what the run declares."""
         call = RunCall(
             lambda: ReadConfig(self._tracker.run),
@@ -103,7 +103,7 @@ class RunCalls:
         )
         self._queue.append(call)
 
-    def _accept_config(self, receipt: Delivery, answer: Sequence[bytes], _: float) -> None:
+    def _accept_config(self, receipt: PendingWrite, answer: Sequence[bytes], _: float) -> None:
         try:
             self.extra_columns = parse_config(answer, run=self._tracker.run)[1].extra_columns
         except TurnstreamError as error:
@@ -137,11 +137,11 @@ class RunCalls:
         self._reposts_due_s = now_s + _REPOST_EVERY_S
 
 
-def _refuse(receipt: Delivery, refused: Refusal, _: float) -> None:
+def _refuse(receipt: PendingWrite, refused: Refusal, _: float) -> None:
     _settle_once(receipt, refused.error)
 
 
-def _settle_once(receipt: Delivery, error: TurnstreamError | None = None) -> None:
+def _settle_once(receipt: PendingWrite, error: TurnstreamError | None = None) -> None:
     """Settle a receipt that an answer before a restart may have settled."""
     if not receipt.is_done:
         receipt.settle(None, error)

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from turnstream.errors import TurnstreamError
 from turnstream.generator.encode.encoder import SealMaker, TurnRecord
-from turnstream.generator.outbox.receipts import Delivery
+from turnstream.generator.outbox.receipts import PendingWrite
 from turnstream.generator.requests import ScriptRequest
 from turnstream.store.client.replies import Refusal
 from turnstream.store.run.budget import FIRST_BYTES
@@ -23,12 +23,12 @@ class PendingTurn(NamedTuple):
     """A turn to be acknowledged; `is_again` if it was, before a restart of the store."""
 
     turn: TurnRecord
-    receipt: Delivery | None
+    receipt: PendingWrite | None
     is_again: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class TrajectoryQueue:
     """One trajectory's writes, in order.
 
     States, which `error` ends early:
@@ -43,7 +43,7 @@ class Lane:
         awaits_reward: its reward is posted after the seal.
         is_placed: the store has created its payload stream.
         num_acknowledged: turns acknowledged: the index of `pending[0]`.
-        is_queued: it is in the queue of lanes with payload to send.
+        is_queued: it is in the queue of trajectories with payload to send.
         num_bytes: bytes of all its turn records so far.
         reserved_bytes: bytes that the store has reserved for them.
         end: receipt of the end.
@@ -55,7 +55,7 @@ class Lane:
 
     key: TrajectoryKey
     trajectory_id: str
-    end: Delivery | None = None
+    end: PendingWrite | None = None
     epoch: int = 0
     is_placed: bool = False
     pending: deque[PendingTurn] = field(default_factory=deque)
@@ -110,8 +110,8 @@ class Admission:
 
     group: GroupOpened
     record: bytes
-    lanes: Sequence[Lane]
-    opened: Delivery
+    queues: Sequence[TrajectoryQueue]
+    opened: PendingWrite
     since_s: float | None = None
     reason: str = ""
     prompt_number: int = 0
@@ -133,7 +133,7 @@ class RunCall:
     request: Callable[[], ScriptRequest]
     accept: Callable[[Any, float], None]
     refuse: Callable[[Refusal, float], None]
-    receipt: Delivery | None = None
+    receipt: PendingWrite | None = None
     what: str = ""
 
 
@@ -151,29 +151,29 @@ class RewardPost:
 
     trajectory_id: str
     record: bytes
-    receipt: Delivery
+    receipt: PendingWrite
     outcome: str = ""
     until_s: float | None = None
 
 
-class Queues:
+class SendQueues:
     """Everything that is not in flight.
 
     Attributes:
-        abandons: lanes to abandon, all their turns acknowledged.
-        seals: lanes whose payload is acknowledged and whose seal is not posted.
+        abandons: trajectories to abandon, all their turns acknowledged.
+        seals: trajectories whose payload is acknowledged and whose seal is not posted.
         admissions: groups that request admission.
         waiting: groups whose request was refused for lack of capacity, oldest first.
         of_run: calls that no other call waits for.
     """
 
     def __init__(self) -> None:
-        self.abandons: deque[Lane] = deque()
-        self.seals: deque[Lane] = deque()
+        self.abandons: deque[TrajectoryQueue] = deque()
+        self.seals: deque[TrajectoryQueue] = deque()
         self.admissions: deque[Admission] = deque()
         self.waiting: deque[Admission] = deque()
         self.of_run: deque[RunCall] = deque()
-        self._payload: deque[Lane] = deque()
+        self._payload: deque[TrajectoryQueue] = deque()
 
     @property
     def is_empty(self) -> bool:
@@ -185,48 +185,48 @@ class Queues:
         """Whether the next round has calls."""
         return any((self.abandons, self.seals, self.admissions, self.of_run, self._payload))
 
-    def add_payload(self, lane: Lane) -> None:
-        """Queue a lane that is admitted and has something to send, once."""
-        if lane.epoch and not lane.is_queued:
-            lane.is_queued = True
-            self._payload.append(lane)
+    def add_payload(self, queue: TrajectoryQueue) -> None:
+        """Queue a trajectory that is admitted and has something to send, once."""
+        if queue.epoch and not queue.is_queued:
+            queue.is_queued = True
+            self._payload.append(queue)
 
-    def take_abandons(self) -> list[Lane]:
-        """Remove and return the lanes to abandon."""
+    def take_abandons(self) -> list[TrajectoryQueue]:
+        """Remove and return the trajectories to abandon."""
         return _drained(self.abandons)
 
-    def take_seals(self) -> list[Lane]:
-        """Remove and return the lanes whose seals the next round posts."""
-        lanes: list[Lane] = []
+    def take_seals(self) -> list[TrajectoryQueue]:
+        """Remove and return the trajectories whose seals the next round posts."""
+        queues: list[TrajectoryQueue] = []
         num_bytes = 0
-        while self.seals and len(lanes) < _MAX_SEALS:
+        while self.seals and len(queues) < _MAX_SEALS:
             num_bytes += len(self.seals[0].seal_record)
-            if lanes and num_bytes > _MAX_SEAL_BYTES:
+            if queues and num_bytes > _MAX_SEAL_BYTES:
                 break
-            lanes.append(self.seals.popleft())
-        return lanes
+            queues.append(self.seals.popleft())
+        return queues
 
-    def take_payload(self) -> Lane | None:
-        """Remove and return the next lane with something to send; None if there is none."""
+    def take_payload(self) -> TrajectoryQueue | None:
+        """Remove and return the next trajectory with something to send; None if there is none."""
         while self._payload:
-            lane = self._payload.popleft()
-            lane.is_queued = False
-            if lane.error is None:  # else a call would create its payload stream again
-                return lane
+            queue = self._payload.popleft()
+            queue.is_queued = False
+            if queue.error is None:  # else a call would create its payload stream again
+                return queue
         return None
 
-    def put_back_payload(self, lane: Lane) -> None:
-        """Queue a lane again, before all others; it may be queued for later turns."""
-        if not lane.is_queued:
-            lane.is_queued = True
-            self._payload.appendleft(lane)
+    def put_back_payload(self, queue: TrajectoryQueue) -> None:
+        """Queue a trajectory again, before all others; it may be queued for later turns."""
+        if not queue.is_queued:
+            queue.is_queued = True
+            self._payload.appendleft(queue)
 
-    def withdraw(self, lanes: Container[Lane]) -> None:
-        """Remove these lanes from all queues."""
-        for lane in self._payload:
-            lane.is_queued = lane not in lanes
+    def withdraw(self, queues: Container[TrajectoryQueue]) -> None:
+        """Remove these trajectories from all queues."""
+        for queue in self._payload:
+            queue.is_queued = queue not in queues
         for queue in (self._payload, self.seals, self.abandons):
-            staying = [lane for lane in _drained(queue) if lane not in lanes]
+            staying = [queue for queue in _drained(queue) if queue not in queues]
             queue.extend(staying)
 
     def retry_waiting(self) -> None:
@@ -249,7 +249,7 @@ class Queues:
         abandoned = [
             admission
             for admission in (*self.admissions, *self.waiting)
-            if all(lane.abandon_reason is not None for lane in admission.lanes)
+            if all(queue.abandon_reason is not None for queue in admission.queues)
         ]
         for admission in abandoned:
             self.withdraw_admission(admission)
@@ -257,8 +257,8 @@ class Queues:
 
     def clear(self) -> None:
         """Remove all calls."""
-        for lane in self._payload:
-            lane.is_queued = False
+        for queue in self._payload:
+            queue.is_queued = False
         for queue in (self.abandons, self.seals, self.admissions, self.waiting, self.of_run):
             queue.clear()
         self._payload.clear()

@@ -20,7 +20,7 @@ from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from turnstream.errors import RunNotFoundError, StoreUnavailableError
-from turnstream.generator.outbox.calls import Answers, Round, StoreProcess
+from turnstream.generator.outbox.rounds import Answers, Round, StoreProcess
 from turnstream.generator.requests import ReadTurns, Request, ScriptRequest
 from turnstream.generator.transport.messages import MEDIA_TYPE, AwaitWake, call_of, reply_of
 from turnstream.generator.transport.transport import StoredTurns, Transport

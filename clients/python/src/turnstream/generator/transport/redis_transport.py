@@ -10,7 +10,7 @@ import redis.asyncio
 from redis.exceptions import ResponseError
 
 from turnstream.errors import TurnstreamError
-from turnstream.generator.outbox.calls import Answers, Round, StoreProcess
+from turnstream.generator.outbox.rounds import Answers, Round, StoreProcess
 from turnstream.generator.requests import SCRIPTS, ReadTurns, ScriptRequest
 from turnstream.generator.transport.transport import StoredTurns, StoreRequests, Transport
 from turnstream.store.client import keys

@@ -24,9 +24,9 @@ from turnstream.errors import (
     TurnstreamError,
     WaitReason,
 )
-from turnstream.generator.outbox.calls import Round
 from turnstream.generator.outbox.outbox import Outbox
-from turnstream.generator.outbox.receipts import AsyncReceipt, Delivery, Receipt
+from turnstream.generator.outbox.receipts import AsyncReceipt, PendingWrite, Receipt
+from turnstream.generator.outbox.rounds import Round
 from turnstream.generator.transport.lease_renewal import renewing
 from turnstream.generator.transport.loop_thread import LoopThread
 from turnstream.generator.transport.transport import Link, Transport
@@ -45,7 +45,7 @@ _REMEDY: Final = "pass the run to the other process, and call run.publisher() th
 
 _logger = logging.getLogger(__name__)
 
-_Receipt = TypeVar("_Receipt", bound=Delivery)
+_Receipt = TypeVar("_Receipt", bound=PendingWrite)
 _Result = TypeVar("_Result")
 
 
@@ -105,7 +105,7 @@ class Sender(Generic[_Receipt]):
         return result
 
     def receipt(
-        self, num_parts: int = 1, *, unread_failures: list[Delivery] | None = None
+        self, num_parts: int = 1, *, unread_failures: list[PendingWrite] | None = None
     ) -> _Receipt:
         """Return a receipt for the user."""
         return self._receipt_kind(
@@ -170,7 +170,7 @@ class Sender(Generic[_Receipt]):
             atexit.register(self._close_at_exit, self._sending)
         self._work.set()
 
-    def _why(self, delivery: Delivery) -> Sequence[WaitReason]:
+    def _why(self, delivery: PendingWrite) -> Sequence[WaitReason]:
         with self.lock:
             return self._outbox.why.waiting(time.monotonic(), delivery)
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from turnstream.generator.outbox.calls import Answers, Round
+from turnstream.generator.outbox.rounds import Answers, Round
 from turnstream.generator.requests import ReadTurns, ScriptRequest
 from turnstream.optional import from_extra
 from turnstream.store.client.addresses import is_http

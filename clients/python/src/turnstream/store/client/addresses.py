@@ -10,7 +10,7 @@ from redis.connection import parse_url
 
 from turnstream.errors import InvalidConfigError
 from turnstream.store.client.api_keys import own_key
-from turnstream.types.names import shown, text_trouble
+from turnstream.types.names import quoted, text_trouble
 
 _PORT: Final = 6379
 _PORTS: Final = {"http": 80, "https": 443}
@@ -59,8 +59,8 @@ def checked_url(url: str, *, field: str = "url") -> str:
 
 def _without_password(url: object) -> str:
     if isinstance(url, bytes):
-        return shown(url.rpartition(b"@")[2])
-    return shown(url.rpartition("@")[2] if isinstance(url, str) else url)
+        return quoted(url.rpartition(b"@")[2])
+    return quoted(url.rpartition("@")[2] if isinstance(url, str) else url)
 
 
 def address_of(url: str) -> str:

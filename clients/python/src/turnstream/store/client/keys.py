@@ -113,7 +113,7 @@ meta       hash    epoch, writer, turns, bytes, sealed (0 or 1), from the first 
 After a deletion remain `deleted`, `wake` with one entry, and `meta` of the trajectories that
 another process may still write to; all of them expire. `incarnation` stays.
 
-Keys of hosted models are listed in `turnstream_server.commands.keys`. Three keys are global:
+Keys of hosted models are listed in `turnstream_server.operations.keys`. Three keys are global:
 
 =========  ======  ==========================================================================
 ts:runs    set     the ids of all runs: `<name>`, `<name>~2`
@@ -126,7 +126,7 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from turnstream.types import TrajectoryKey
 from turnstream.types.names import RunId, decode_name, encode_name, encode_run  # noqa: F401
@@ -143,6 +143,18 @@ BATCHERS = "ts:batchers"
 _KEY = re.compile(
     r"ts:\{(?P<name>[^{}/~]+)(?P<trajectory>/[^{}/]+/\d+/\d+)?\}(?P<number>~\d+)?:(?P<part>[a-z]+)"
 )
+
+_STORED: Final = {
+    "finished_batches": "past",
+    "untrained": "ended",
+    "finished_groups": "over",
+    "payload_bytes": "held",
+    "retry": "again",
+    "dead_letters": "letters",
+    "archive_files": "cold",
+    "deleting": "doomed",
+}
+"""Names of keys in the store, where the code has another word. They are those of older releases."""
 
 
 class RunKeys(NamedTuple):
@@ -169,30 +181,30 @@ class RunKeys(NamedTuple):
     clock: str
     refills: str
     rewards: str
-    past: str
-    ended: str
+    finished_batches: str
+    untrained: str
     reasons: str
-    over: str
+    finished_groups: str
     snapshot: str
-    held: str
+    payload_bytes: str
     budget: str
     prompts: str
     tasks: str
-    again: str
+    retry: str
     evals: str
     evalgroups: str
-    letters: str
+    dead_letters: str
     damaged: str
     rejected: str
     conflicts: str
-    cold: str
+    archive_files: str
     deleted: str
-    doomed: str
+    deleting: str
 
     @property
     def of_begin_delete(self) -> tuple[str, ...]:
         """The keys of the script begin_delete: every key of the run, and the one of its name."""
-        first = (self.deleted, self.wake, self.ledger, self.doomed, self.frontier, self.config)
+        first = (self.deleted, self.wake, self.ledger, self.deleting, self.frontier, self.config)
         shared = incarnation_key(run_of(self.frontier))
         return (*first, shared, *(key for key in self if key not in first))
 
@@ -201,9 +213,16 @@ class RunKeys(NamedTuple):
         """The keys of the script open_group."""
         return (
             *(self.frontier, self.config, self.groups, self.ledger, self.counts, self.events),
-            *(self.wake, self.leases, self.deadlines, self.members, self.refills, self.over),
-            *(self.held, self.budget, self.clock, self.leader),
-            *(self.prompts, self.tasks, self.again),
+            *(
+                self.wake,
+                self.leases,
+                self.deadlines,
+                self.members,
+                self.refills,
+                self.finished_groups,
+            ),
+            *(self.payload_bytes, self.budget, self.clock, self.leader),
+            *(self.prompts, self.tasks, self.retry),
         )
 
     @property
@@ -211,7 +230,14 @@ class RunKeys(NamedTuple):
         """The keys of the script post_sealed."""
         return (
             *(self.ledger, self.counts, self.groups, self.events),
-            *(self.leases, self.deadlines, self.config, self.held, self.budget, self.clock),
+            *(
+                self.leases,
+                self.deadlines,
+                self.config,
+                self.payload_bytes,
+                self.budget,
+                self.clock,
+            ),
         )
 
     @property
@@ -219,7 +245,7 @@ class RunKeys(NamedTuple):
         """The keys of the script post_reward."""
         return (
             *(self.ledger, self.counts, self.rewards, self.deadlines, self.events),
-            *(self.conflicts, self.frontier, self.groups, self.over),
+            *(self.conflicts, self.frontier, self.groups, self.finished_groups),
         )
 
 
@@ -238,7 +264,8 @@ def run_keys(run: str) -> RunKeys:
     ('ts:{maze}:ledger', 'ts:{maze}~2:ledger')
     """
     name, number = _encoded_parts(run)
-    return RunKeys(*[f"ts:{{{name}}}{number}:{part}" for part in RunKeys._fields])
+    parts = (_STORED.get(field, field) for field in RunKeys._fields)
+    return RunKeys(*[f"ts:{{{name}}}{number}:{part}" for part in parts])
 
 
 def trajectory_keys(run: str, trajectory_id: str) -> TrajectoryKeys:

@@ -32,7 +32,7 @@ def reserve_command(run: str, wanted: Sequence[tuple[str, int, int]], *, writer:
     arguments: list[Argument] = []
     for trajectory_id, epoch, num_bytes in wanted:
         arguments += (trajectory_id, f"{epoch}:{writer}", num_bytes)
-    return RESERVE((names.ledger, names.held, names.budget), *arguments)
+    return RESERVE((names.ledger, names.payload_bytes, names.budget), *arguments)
 
 
 def with_block(num_bytes: int) -> int:

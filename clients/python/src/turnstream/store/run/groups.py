@@ -90,7 +90,7 @@ def most_attempts(group: GroupOpened) -> int:
 def read_group_command(run: str, group_id: str, num_samples: int) -> Command:
     """Return the call that reads how far the samples of a group are; nothing is sent."""
     names = keys.run_keys(run)
-    where = (names.frontier, names.groups, names.ledger, names.over)
+    where = (names.frontier, names.groups, names.ledger, names.finished_groups)
     return _READ_GROUP(where, keys.encode_name(group_id), num_samples)
 
 

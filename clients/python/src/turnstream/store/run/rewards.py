@@ -14,7 +14,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.run_ids import find_run
 from turnstream.store.client.scripts import Command, Script, run_command
 from turnstream.types import RewardPosted, TrajectoryKey
-from turnstream.types.names import checked_setting, checked_text, shown
+from turnstream.types.names import checked_setting, checked_text, quoted
 from turnstream.types.scalars import finite_number, named_numbers, whole_number
 
 POST_REWARD: Final = Script("post_reward", "turnstream.store.run")
@@ -112,7 +112,7 @@ def addressed(command: Command, run: str) -> Command:
 
 def _trajectory_id(key: TrajectoryKey) -> str:
     if not isinstance(key, TrajectoryKey):
-        raise InvalidTurnError("key", f"{shown(key)} is not a TrajectoryKey")
+        raise InvalidTurnError("key", f"{quoted(key)} is not a TrajectoryKey")
     checked_text(key.group_id, field="group_id")
     for field in ("sample", "attempt"):
         whole_number(getattr(key, field), field=field, limit=_NUMBER_LIMIT)

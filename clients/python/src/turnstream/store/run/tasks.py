@@ -18,7 +18,7 @@ from turnstream.store.client.stored_values import parsed_number, reading
 from turnstream.store.run.configs import read_revisions
 from turnstream.store.run.groups import most_samples
 from turnstream.types import GroupOpened, TrajectoryKey
-from turnstream.types.names import checked_text, shown
+from turnstream.types.names import checked_text, quoted
 from turnstream.types.scalars import whole_number
 
 _ADD_PROMPTS = Script("add_prompts", "turnstream.store.run")
@@ -61,7 +61,7 @@ class Prompt:
         """Raise InvalidTurnError for a wrong field; it names the field and its value."""
         _check_uid(self.prompt_uid)
         if not isinstance(self.payload, bytes):
-            raise InvalidTurnError("payload", f"{shown(self.payload)} is not bytes")
+            raise InvalidTurnError("payload", f"{quoted(self.payload)} is not bytes")
         if len(self.payload) > MAX_PAYLOAD_BYTES:
             message = f"has {len(self.payload)} bytes, more than {MAX_PAYLOAD_BYTES}"
             raise InvalidTurnError("payload", message)
@@ -207,10 +207,10 @@ def add_prompts(
 def read_prompt_counts(client: redis.Redis, run: str) -> PromptCounts:
     """Return the numbers of the prompts of a run; all are 0 for a run without prompts."""
     names = keys.run_keys(find_run(client, run))
-    with reading(f"{names.prompts} or {names.again}"), translating():
+    with reading(f"{names.prompts} or {names.retry}"), translating():
         pipeline = client.pipeline(transaction=True)
         pipeline.hmget(names.prompts, PROMPT_FIELDS)
-        pipeline.zcard(names.again)
+        pipeline.zcard(names.retry)
         found: Any = pipeline.execute()
         return prompt_counts(*found)
 
@@ -246,8 +246,8 @@ def next_task_command(run: str, *, refills_only: bool = False, num_passed: int =
     """
     names = keys.run_keys(run)
     where = (
-        *(names.prompts, names.tasks, names.again, names.frontier, names.config, names.groups),
-        *(names.ledger, names.wake, names.members, names.refills, names.over),
+        *(names.prompts, names.tasks, names.retry, names.frontier, names.config, names.groups),
+        *(names.ledger, names.wake, names.members, names.refills, names.finished_groups),
     )
     return _NEXT_TASK(where, "refill" if refills_only else "", num_passed)
 
@@ -286,7 +286,7 @@ def parse_task(task: OfferedTask, reply: Sequence[Any]) -> TakenTask | NoTask:
 
 def _check_uid(prompt_uid: str) -> None:
     if not checked_text(prompt_uid, field="prompt_uid"):
-        raise InvalidTurnError("prompt_uid", f"{shown(prompt_uid)} is empty")
+        raise InvalidTurnError("prompt_uid", f"{quoted(prompt_uid)} is empty")
     try:
         keys.encode_name(prompt_uid + _LONGEST_SUFFIX)
     except ValueError as error:
@@ -314,11 +314,11 @@ def checked_prompts(prompts: object, *, first: int | None) -> tuple[list[Prompt]
 
 def _listed(prompts: object) -> list[Prompt]:
     if not isinstance(prompts, Iterable):
-        raise InvalidTurnError("prompts", f"{shown(prompts)} is not a list of Prompt")
+        raise InvalidTurnError("prompts", f"{quoted(prompts)} is not a list of Prompt")
     listed = list(cast("Iterable[object]", prompts))
     for position, prompt in enumerate(listed):
         if not isinstance(prompt, Prompt):
-            raise InvalidTurnError(f"prompts[{position}]", f"{shown(prompt)} is not a Prompt")
+            raise InvalidTurnError(f"prompts[{position}]", f"{quoted(prompt)} is not a Prompt")
     return cast("list[Prompt]", listed)
 
 

@@ -38,7 +38,7 @@ def waits_command(run: str) -> Command:
     """Return the call of read_waits.lua."""
     names = keys.run_keys(run)
     where = (
-        *(names.frontier, names.config, names.leader, names.budget, names.prompts, names.again),
+        *(names.frontier, names.config, names.leader, names.budget, names.prompts, names.retry),
         *(names.leases, names.ledger, names.refills, names.versions, names.counts),
         names.deadlines,
         *(names.clock, names.times, names.ranks, names.events, names.wake),

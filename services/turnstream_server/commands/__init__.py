@@ -1,1 +1,0 @@
-"""The command logs of hosted models in Redis, and all other state of the Tinker API."""

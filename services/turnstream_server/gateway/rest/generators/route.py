@@ -1,0 +1,219 @@
+"""The calls of a generator: `POST /v1/calls`, for `turnstream.connect("http://...")`.
+
+The gateway keeps no state of a generator. Leases, numbers and the buffer of writes are those of the
+SDK, as over Redis, so that each request may reach another gateway. A refused call has its error as
+its reply, and the others are carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import redis
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import Response
+from redis.exceptions import RedisError
+
+from turnstream.generator.requests import ReadTurns, ScriptRequest
+from turnstream.generator.transport.messages import MEDIA_TYPE, AwaitWake, value_of
+from turnstream.generator.transport.redis_transport import parse_transaction
+from turnstream.store.client import keys
+from turnstream.store.client.connection import MAX_BLOCK_S, connect
+from turnstream.store.client.deadlines import SILENT_S, SOCKET_TIMEOUT_S, is_silence
+from turnstream.store.client.replies import translating
+from turnstream.store.client.run_ids import find_run_async
+from turnstream.store.client.scripts import Argument, pack
+from turnstream.wire.v1 import calls_pb2 as wire
+from turnstream_server.gateway.bodies import LargeBody
+from turnstream_server.gateway.rest.caller import Caller, Known
+from turnstream_server.gateway.rest.generators.links import StoreLink, StoreLinks
+from turnstream_server.gateway.rest.generators.plan import PlannedCalls, read_calls
+from turnstream_server.gateway.rest.problems import Problem, response
+from turnstream_server.gateway.state import Gateway
+from turnstream_server.keys.places import Held, release_place
+
+router = APIRouter()
+
+_MOST_GROUPED: Final = 256
+"""Calls of one transaction, which blocks the store."""
+
+_MAX_LINKS: Final = 16
+_MAX_HELD: Final = 1_000
+"""Generators whose groups wait for capacity, at most."""
+
+_MAX_HELD_OF_KEY: Final = 250
+"""Those of one key."""
+
+_BYTES: Final = {"schema": {"type": "string", "format": "binary"}}
+
+
+class _State(NamedTuple):
+    """Connections to the store, and the held requests.
+
+    Attributes:
+        links: for scripts.
+        client: for the records of trajectories that are adopted.
+        held: waits for capacity.
+    """
+
+    links: StoreLinks
+    client: redis.Redis
+    held: Held
+
+
+def add_generator_state(app: FastAPI, gateway: Gateway) -> None:
+    """Add the connections that the route uses."""
+    held = Held("waits for capacity", num=_MAX_HELD, num_of_key=_MAX_HELD_OF_KEY)
+    url = gateway.options.redis_url
+    links, client = StoreLinks(url, max_links=_MAX_LINKS), connect(url, silent_s=SILENT_S)
+    gateway.resources.push_async_callback(links.close)
+    gateway.resources.callback(client.close)
+    app.state.generators = _State(links, client, held)
+
+
+@router.post(
+    "/calls",
+    tags=["python"],
+    summary="Send the calls of a generator",
+    response_class=Response,
+    responses={
+        200: {"content": {MEDIA_TYPE: _BYTES}, "description": "A reply to each call, in order."},
+        504: {"model": Problem, "description": "The store does not answer in time."},
+    },
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {MEDIA_TYPE: _BYTES, "application/octet-stream": _BYTES},
+        }
+    },
+)
+async def send_calls(request: Request, caller: Known, body: LargeBody) -> Response:
+    """Carry out the calls of one generator for one run, and return a reply to each.
+
+    It is for `turnstream.connect("http://...")`; body and answer are the messages `Calls` and
+    `Replies` of calls.proto. Each call needs its role for the run, mostly `produce`. The reply to a
+    refused call begins with NOPERM, and with INVALID for a record or an argument that is wrong. The
+    status is 409 if the store was restarted since the answer that `store` names.
+    """
+    planned = await caller.gateway.parsers.run(
+        lambda body: read_calls(body, caller.key), body, owner=caller.key.owner
+    )
+    message = planned.message
+    run = message.run
+    if run and not message.is_run_id:
+        run = await find_run_async(caller.client, run)
+        planned = planned.of_run(run)
+    state: _State = request.app.state.generators
+    if planned.alone is not None:
+        return await _single(planned.alone, caller, state, run=run)
+    try:
+        async with state.links.borrow() as link:
+            if message.store and message.store != link.process.name:
+                return _restarted()
+            return await _carried_out(planned, link, run=run)
+    except (RedisError, OSError) as error:
+        return _outage(error)
+
+
+async def _carried_out(planned: PlannedCalls, link: StoreLink, *, run: str) -> Response:
+    """Return the replies of the scripts that a request calls."""
+    scripts, is_aborted = planned.scripts, False
+    if planned.message.is_grouped and len(scripts) > 1:
+        replies, is_aborted = await _grouped(scripts, link)
+    else:
+        words = [each.command.words for each in scripts]
+        replies = await _exchange(link, words) if words else []
+    answer = wire.Replies(
+        run=run,
+        store=link.process.name,
+        is_aborted=is_aborted,
+        replies=[value_of(each) for each in planned.replies(replies)],
+    )
+    if link.process.syncs_each_write is not None:
+        answer.syncs_each_write = link.process.syncs_each_write
+    return Response(answer.SerializeToString(), media_type=MEDIA_TYPE)
+
+
+async def _grouped(scripts: Sequence[ScriptRequest], link: StoreLink) -> tuple[list[Any], bool]:
+    """Return the replies of scripts in a few transactions, and whether one was aborted."""
+    replies: list[Any] = []
+    is_aborted = False
+    for start in range(0, len(scripts), _MOST_GROUPED):
+        words = [each.command.words for each in scripts[start : start + _MOST_GROUPED]]
+        found = await _exchange(link, [("MULTI",), *words, ("EXEC",)])
+        is_aborted = is_aborted or not isinstance(found[-1], list)
+        replies += parse_transaction(found)
+    return replies, is_aborted
+
+
+async def _exchange(link: StoreLink, words: Sequence[Sequence[Argument]]) -> list[Any]:
+    return await link.link.exchange(pack(words), len(words), timeout_s=SOCKET_TIMEOUT_S)
+
+
+async def _single(
+    alone: ReadTurns | AwaitWake, caller: Caller, state: _State, *, run: str
+) -> Response:
+    """Return the answer to a call that is no script."""
+    gateway = caller.gateway
+    if isinstance(alone, ReadTurns):
+
+        def read() -> bytes:
+            replies = wire.Replies(run=run)
+            _add_stored_turns(replies.replies.add().items, state.client, alone)
+            return replies.SerializeToString()
+
+        body = await gateway.threads.run_heavy(read, owner=caller.key.owner)
+        return Response(body, media_type=MEDIA_TYPE)
+    with state.held.one_more(caller.key.key_id):
+        release_place()
+        known = {keys.run_keys(run).wake: alone.wake_id}
+        timeout_s = min(alone.timeout_ms / 1000, MAX_BLOCK_S)
+        await gateway.streams.wait(known, timeout_s=timeout_s)
+    return Response(
+        wire.Replies(run=run, replies=[wire.Value()]).SerializeToString(), media_type=MEDIA_TYPE
+    )
+
+
+def _add_stored_turns(items: wire.Values, client: redis.Redis, request: ReadTurns) -> None:
+    """Add the records of a trajectory, its lease epoch, and whether it is sealed."""
+    payload = keys.trajectory_keys(request.run, request.trajectory_id)
+    with translating():
+        entries: Any = client.execute_command("XRANGE", payload.turns, "-", "+")
+        # Read last: no other writer has added to the turns if the lease is still ours.
+        holder: Any = client.execute_command("HMGET", payload.meta, "epoch", "sealed")
+    epoch, sealed = holder
+    records = items.values.add().items
+    entries.reverse()
+    while entries:  # 48 MB at most, of which each copy is freed at once
+        records.values.add().text = entries.pop()[1][b"r"]
+    items.values.add().CopyFrom(value_of(int(epoch) if epoch else None))
+    items.values.add().number = int(sealed == b"1")
+
+
+def _restarted() -> Response:
+    """Return the answer to a request that continues a connection to an earlier process."""
+    title = "The store was restarted since the last request"
+    return response(
+        Problem(
+            type="https://turnstream.dev/problems/store-restarted",
+            title=title,
+            status=409,
+            detail=f"the store cannot continue the connection: {title.lower()}",
+        )
+    )
+
+
+def _outage(error: Exception) -> Response:
+    """Return the answer for a store that is away, or silent."""
+    is_silent = is_silence(error)
+    title = "The store does not answer in time" if is_silent else "The store is away"
+    return response(
+        Problem(
+            type="https://turnstream.dev/problems/unavailable",
+            title=title,
+            status=504 if is_silent else 503,
+            detail=str(error) or title,
+            retry_after_s=1.0,
+        )
+    )

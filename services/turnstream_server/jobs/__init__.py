@@ -1,1 +1,0 @@
-"""Whole jobs: services started together as processes, watched, stopped and summed up."""

@@ -1,0 +1,1 @@
+"""Commands that start services as processes: `up`, `demo`, `replay`."""

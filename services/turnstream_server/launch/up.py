@@ -1,0 +1,148 @@
+"""`turnstream up`: store, batchers, gateway and hosted base models, until Ctrl-C."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from turnstream.errors import InvalidConfigError
+from turnstream.store.client.connection import connect
+from turnstream_server.launch.stack import Service, Stack
+from turnstream_server.ledger.core.stores import open_store
+from turnstream_server.operations.bases import served_bases
+from turnstream_server.settings import Settings, mask_password
+
+API_KEY: Final = "tml-local"
+"""A key for clients on this machine; the gateway accepts any that begins with `tml-`, unless the
+environment names a file with a key."""
+
+_MODELS: Final = "models"
+_READY_S: Final = 120.0
+_CHECK_S: Final = 0.5
+
+
+def run_up(
+    settings: Settings,
+    *,
+    folder: Path,
+    num_batchers: int,
+    console: Console,
+    base_models: Sequence[str] = (),
+) -> None:
+    """Run until interrupted; print where to connect.
+
+    With base models, as for `serve engine`, clients of the Tinker API can train them.
+    """
+    folder = folder.absolute()
+    host, first = settings.batcher_host, settings.batcher_port
+    ports = [first + number if first else 0 for number in range(num_batchers)]
+    if settings.redis_url is None:
+        _require_free(settings.store_port, host="127.0.0.1", option="--store-port")
+    for port in ports:
+        _require_free(port, host=host, option="--port")
+    _require_free(settings.http_port, host=settings.http_host, option="--http-port")
+    with_data = settings.model_copy(update={"data_dir": settings.data_dir or folder / "store"})
+    with (
+        open_store(with_data, port=settings.store_port) as url,
+        Stack(folder, store_url=url) as stack,
+    ):
+        found = [f"store    {mask_password(url)}"]
+        for number, port in enumerate(ports):
+            batcher = stack.start_batcher(f"batcher-{number}", listen=f"{host}:{port}")
+            found.append(f"batcher  {batcher.address}")
+        listen = f"{settings.http_host}:{settings.http_port}"
+        http_url = start_gateway(stack, folder=folder, listen=listen)
+        found += [
+            f"gateway  {http_url}",
+            f"logs     {folder / 'logs'}",
+            f"export TURNSTREAM_REDIS_URL={mask_password(url)}",
+        ]
+        if base_models:
+            host_models(stack, base_models=base_models, folder=folder, store_url=url)
+            found += exports(http_url, key_file=None if settings.insecure else settings.key_file)
+        console.print("\n".join(found), soft_wrap=True, highlight=False)
+        console.print("Ctrl-C stops everything")
+        while True:
+            stack.check()
+            threading.Event().wait(_CHECK_S)
+
+
+def _require_free(port: int, *, host: str, option: str) -> None:
+    """Refuse a port on which a program listens."""
+    if not port:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise InvalidConfigError(
+                option,
+                f"port {port} of {host} is taken ({error.strerror}): stop the program that listens "
+                f"there, or choose another port; `{option} 0` takes a free one",
+            ) from error
+
+
+def start_gateway(stack: Stack, *, folder: Path, listen: str) -> str:
+    """Start a gateway on the store of the stack, and return its URL.
+
+    Args:
+        stack: receives the process.
+        folder: `models` in it has the checkpoints of hosted models.
+        listen: "host:port"; port 0 takes a free one.
+    """
+    address_file = folder / "gateway.address"
+    address_file.unlink(missing_ok=True)
+    gateway = stack.start(
+        "gateway", "gateway", folder=folder / _MODELS, listen=listen, address_file=address_file
+    )
+    address = stack.wait_for_file(address_file, of=gateway, timeout_s=_READY_S)
+    return address if "://" in address else f"http://{address}"
+
+
+def host_models(stack: Stack, *, base_models: Sequence[str], folder: Path, store_url: str) -> None:
+    """Start engine and sampler, and wait until all base models are served.
+
+    Args:
+        stack: it has a batcher already.
+        base_models: `NAME=PATH` or `PATH`, as for `serve engine`.
+        folder: `models` in it receives checkpoints.
+        store_url: the store of the stack.
+    """
+    models = [f"--base-model={each}" for each in base_models]
+    engine = stack.start("engine", "engine", *models, folder=folder / _MODELS)
+    sampler = stack.start("sampler", "sampler", *models, folder=folder / _MODELS)
+    _wait_until_served(stack, engine, sampler, num_bases=len(base_models), store_url=store_url)
+
+
+def exports(url: str, *, key_file: Path | None = None) -> list[str]:
+    """Return the lines that point the tinker SDK to a gateway.
+
+    Args:
+        url: address of the gateway.
+        key_file: file with an API key; None for a gateway that needs none.
+
+    >>> exports("http://127.0.0.1:7601")[0]
+    'export TINKER_BASE_URL=http://127.0.0.1:7601'
+    """
+    key = API_KEY if key_file is None else f'"$(cat {shlex.quote(str(key_file))})"'
+    return [f"export TINKER_BASE_URL={url}", f"export TINKER_API_KEY={key}"]
+
+
+def _wait_until_served(
+    stack: Stack, engine: Service, sampler: Service, *, num_bases: int, store_url: str
+) -> None:
+    with connect(store_url) as client:
+        for _ in stack.watch(timeout_s=_READY_S, every_s=0.2):
+            if len(served_bases(client)) >= num_bases:
+                return
+            for service in (engine, sampler):
+                if service.status is not None:
+                    raise service.failure(f"{service.name} ended before it was ready")
+    raise engine.failure(f"no base model is served after {_READY_S:.0f} s")

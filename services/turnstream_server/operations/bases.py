@@ -1,0 +1,79 @@
+"""The base models that workers serve, as they register them.
+
+A worker registers at its start and renews. A base model without a worker is not served, and stays
+registered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple, cast
+
+import redis
+import redis.asyncio
+
+from turnstream.store.client.replies import translating
+from turnstream.store.client.scripts import run_command
+from turnstream_server.operations.keys import BASES
+from turnstream_server.operations.writes import essential_write
+
+LEASE_S: Final = 30.0
+"""Seconds after which a base model without renewal is not served any more."""
+
+
+class BaseModel(NamedTuple):
+    """A base model that is served.
+
+    Attributes:
+        name: name by which clients ask for it.
+        context_length: most tokens of a row.
+        vocab_size: token ids below this exist.
+        tokenizer_id: folder of its tokenizer for clients; "" if the name of the model is enough.
+        max_rank: largest rank of an adapter; 0: only whole models are trained.
+    """
+
+    name: str
+    context_length: int
+    vocab_size: int
+    tokenizer_id: str
+    max_rank: int
+
+
+def register_base(client: redis.Redis, base: BaseModel) -> None:
+    """Register a base model, or renew it, for LEASE_S from now on."""
+    with translating():
+        seconds, _ = cast("tuple[int, int]", client.time())
+    value = json.dumps({**base._asdict(), "until_s": seconds + LEASE_S})
+    run_command(client, essential_write("HSET", BASES, base.name, value))
+
+
+def served_bases(client: redis.Redis) -> dict[str, BaseModel]:
+    """Return the served base models, each at its name, in order of the names."""
+    with translating():
+        seconds, _ = cast("tuple[int, int]", client.time())
+        stored = cast("dict[bytes, bytes]", client.hgetall(BASES))
+    return _served(stored, now_s=seconds)
+
+
+async def read_bases(
+    client: redis.asyncio.Redis, *, is_served: bool = True
+) -> dict[str, BaseModel]:
+    """Return the base models, each at its name, in order of the names.
+
+    Without `is_served`, those whose workers are away are returned too.
+    """
+    with translating():
+        seconds, _ = cast("tuple[int, int]", await client.time())
+        stored: Mapping[bytes, bytes] = await cast(Any, client.hgetall(BASES))
+    return _served(stored, now_s=seconds if is_served else -1)
+
+
+def _served(stored: Mapping[bytes, bytes], *, now_s: int) -> dict[str, BaseModel]:
+    found: dict[str, BaseModel] = {}
+    for name in sorted(stored):
+        fields = json.loads(stored[name])
+        if fields.pop("until_s") > now_s:
+            base = BaseModel(**fields)
+            found[base.name] = base
+    return found

@@ -1,0 +1,241 @@
+"""The saved checkpoints of owners: their records here, their folders with the workers.
+
+A folder lies below the folder that all workers share, at `folder_of(path)`. The worker that runs a
+save writes the folder first and the record after it. A record that is deleted or has expired is
+hidden at once; `due_folders` names the folders that a worker removes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any, Final, NamedTuple, cast
+
+import redis
+import redis.asyncio
+
+from turnstream.errors import RunNotFoundError
+from turnstream.store.client.replies import translating
+from turnstream.store.client.scripts import Command, Script, run_command, run_command_async
+from turnstream.types.names import file_name
+from turnstream_server.operations.checkpoint_paths import CheckpointPath
+from turnstream_server.operations.keys import EXPIRIES, model_keys, owner_keys
+from turnstream_server.operations.writes import essential_write
+
+_DROP: Final = Script("drop_expired", "turnstream_server.operations")
+
+SESSION_WEIGHTS: Final = "session_weights"
+"""Folder of weights that were saved for one sampling session; they have no record."""
+
+
+class SavedCheckpoint(NamedTuple):
+    """A saved checkpoint.
+
+    Attributes:
+        path: see `CheckpointPath`.
+        request_id: the operation that saved it. The same operation may write it again.
+        base_model, lora_rank, train_attn, train_mlp, train_unembed: as in `ModelRecord`.
+        created_ms: server ms.
+        expires_ms: server ms of its deletion; None keeps it.
+        size_bytes: size of its files.
+        public: a mark of the owner, without effect.
+        user_metadata: kept for the client.
+    """
+
+    path: CheckpointPath
+    request_id: str
+    base_model: str
+    lora_rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    created_ms: int
+    expires_ms: int | None
+    size_bytes: int
+    public: bool = False
+    user_metadata: Mapping[str, str] = {}
+
+
+def folder_of(path: CheckpointPath) -> PurePosixPath:
+    """Return the folder of a checkpoint below the shared folder of the workers.
+
+    >>> folder_of(CheckpointPath("S:train:0", "weights", "s1"))
+    PurePosixPath('saved/S%3Atrain%3A0/weights/s1')
+    >>> folder_of(CheckpointPath("S:train:0", "weights", "..")).name
+    '%2E%2E'
+    """
+    names = (path.model_id, path.kind, path.name)
+    return PurePosixPath("saved", *(file_name(each) for each in names))
+
+
+def session_folder(model_id: str, number: int) -> PurePosixPath:
+    """Return the folder of weights that were saved for a sampling session of this number."""
+    return PurePosixPath("saved", file_name(model_id), SESSION_WEIGHTS, str(number))
+
+
+def write_checkpoint(client: redis.Redis, owner: str, saved: SavedCheckpoint) -> None:
+    """Write the record of a checkpoint whose folder is on disk; it replaces an older one."""
+    for command in _writes(owner, saved):
+        run_command(client, command)
+
+
+async def change_checkpoint(
+    client: redis.asyncio.Redis, owner: str, saved: SavedCheckpoint
+) -> None:
+    """Replace the record of a checkpoint, with another expiry or mark."""
+    for command in _writes(owner, saved):
+        await run_command_async(client, command)
+
+
+async def delete_checkpoint(client: redis.asyncio.Redis, owner: str, path: CheckpointPath) -> None:
+    """Delete a checkpoint; its folder is removed later. RunNotFoundError if there is none."""
+    await read_checkpoint_async(client, owner, path)
+    due = essential_write("ZADD", EXPIRIES, 0, f"{owner} {path}")
+    await run_command_async(client, due)
+    with translating():
+        await cast(Any, client.hdel(owner_keys(owner).checkpoints, str(path)))
+    # Again: a worker that still saw the record has postponed the removal of the folder.
+    await run_command_async(client, due)
+
+
+def read_checkpoint(client: redis.Redis, owner: str, path: CheckpointPath) -> SavedCheckpoint:
+    """Return the record of a checkpoint; RunNotFoundError if this owner has none."""
+    with translating():
+        now_ms = _now_ms(cast("tuple[int, int]", client.time()))
+        stored = cast("bytes | None", client.hget(owner_keys(owner).checkpoints, str(path)))
+    return _found(path, stored, now_ms=now_ms)
+
+
+async def read_checkpoint_async(
+    client: redis.asyncio.Redis, owner: str, path: CheckpointPath
+) -> SavedCheckpoint:
+    """Return the record of a checkpoint; RunNotFoundError if this owner has none."""
+    with translating():
+        now_ms = _now_ms(cast("tuple[int, int]", await client.time()))
+        stored = await cast(Any, client.hget(owner_keys(owner).checkpoints, str(path)))
+    return _found(path, stored, now_ms=now_ms)
+
+
+def read_shared(client: redis.Redis, owner: str, path: CheckpointPath) -> SavedCheckpoint:
+    """Return a checkpoint of an owner, or a published one; RunNotFoundError if there is none."""
+    try:
+        return read_checkpoint(client, owner, path)
+    except RunNotFoundError:
+        with translating():
+            other = cast(Any, client.hget(model_keys(path.model_id).model, "owner"))
+        saved = None if other is None else read_checkpoint(client, json.loads(other), path)
+        if saved is None or not saved.public:
+            raise
+        return saved
+
+
+async def read_shared_async(
+    client: redis.asyncio.Redis, owner: str, path: CheckpointPath
+) -> SavedCheckpoint:
+    """Return a checkpoint of an owner, or a published one; RunNotFoundError if there is none."""
+    try:
+        return await read_checkpoint_async(client, owner, path)
+    except RunNotFoundError:
+        with translating():
+            other = await cast(Any, client.hget(model_keys(path.model_id).model, "owner"))
+        if other is None:
+            raise
+        saved = await read_checkpoint_async(client, json.loads(other), path)
+        if not saved.public:
+            raise
+        return saved
+
+
+async def checkpoints_of(
+    client: redis.asyncio.Redis, owner: str, *, model_id: str | None = None
+) -> list[SavedCheckpoint]:
+    """Return the checkpoints of an owner, or of one model, the oldest first."""
+    with translating():
+        now_ms = _now_ms(cast("tuple[int, int]", await client.time()))
+        stored = await cast(Any, client.hgetall(owner_keys(owner).checkpoints))
+    every = [_decode(each) for each in stored.values()]
+    own = [
+        each
+        for each in every
+        if model_id in (None, each.path.model_id) and not _is_expired(each, now_ms)
+    ]
+    return sorted(own, key=lambda each: (each.created_ms, each.path))
+
+
+def due_folders(client: redis.Redis) -> list[tuple[str, PurePosixPath]]:
+    """Return what a worker has to remove now: entries for `folder_removed`, and their folders.
+
+    The records of expired checkpoints are deleted by this call.
+    """
+    with translating():
+        now_ms = _now_ms(cast("tuple[int, int]", client.time()))
+        entries = cast("list[bytes]", client.zrangebyscore(EXPIRIES, 0, now_ms))
+    due: list[tuple[str, PurePosixPath]] = []
+    for entry in entries:
+        owner, path = _parse_entry(entry.decode())
+        with translating():
+            stored = cast("bytes | None", client.hget(owner_keys(owner).checkpoints, str(path)))
+            if stored is not None and not _is_expired(saved := _decode(stored), now_ms):
+                # Saved again under this name, or the expiry has changed.
+                run_command(client, _expiry(owner, saved))
+                continue
+        key = owner_keys(owner).checkpoints
+        if run_command(client, _DROP([key], str(path), stored or b"")):
+            due.append((entry.decode(), folder_of(path)))
+    return due
+
+
+def folder_removed(client: redis.Redis, entry: str) -> None:
+    """Record that the folder of an entry of `due_folders` is gone."""
+    with translating():
+        client.zrem(EXPIRIES, entry)
+
+
+def _writes(owner: str, saved: SavedCheckpoint) -> tuple[Command, Command]:
+    """Return the writes of a record and of its expiry.
+
+    An expiry without a record does no harm, and a record without its expiry would stay. So the
+    expiry is first, unless it is removed.
+    """
+    record = essential_write("HSET", owner_keys(owner).checkpoints, *_field(saved))
+    expiry = _expiry(owner, saved)
+    return (record, expiry) if saved.expires_ms is None else (expiry, record)
+
+
+def _expiry(owner: str, saved: SavedCheckpoint) -> Command:
+    entry = f"{owner} {saved.path}"
+    if saved.expires_ms is None:
+        return essential_write("ZREM", EXPIRIES, entry)
+    return essential_write("ZADD", EXPIRIES, saved.expires_ms, entry)
+
+
+def _field(saved: SavedCheckpoint) -> tuple[str, str]:
+    values = {**saved._asdict(), "path": str(saved.path)}
+    return str(saved.path), json.dumps(values, sort_keys=True)
+
+
+def _decode(stored: bytes) -> SavedCheckpoint:
+    values = json.loads(stored)
+    return SavedCheckpoint(**{**values, "path": CheckpointPath.parse(values["path"])})
+
+
+def _found(path: CheckpointPath, stored: bytes | None, *, now_ms: int) -> SavedCheckpoint:
+    if stored is not None:
+        saved = _decode(stored)
+        if not _is_expired(saved, now_ms):
+            return saved
+    raise RunNotFoundError(f"there is no checkpoint {str(path)!r} of this key")
+
+
+def _is_expired(saved: SavedCheckpoint, now_ms: int) -> bool:
+    return saved.expires_ms is not None and saved.expires_ms <= now_ms
+
+
+def _parse_entry(entry: str) -> tuple[str, CheckpointPath]:
+    owner, _, path = entry.partition(" ")
+    return owner, CheckpointPath.parse(path)
+
+
+def _now_ms(time: tuple[int, int]) -> int:
+    return time[0] * 1000 + time[1] // 1000

@@ -1,0 +1,77 @@
+"""The content of a training call as bytes: an operation, with its tensors as buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnstream.batching.rows.operations import Datum, Operation
+from turnstream_server.operations.packing import pack, unpack
+
+_FORMAT: Final = 1
+_COLUMNS: Final = (
+    "model_input",
+    "target_tokens",
+    "weights",
+    "logprobs",
+    "advantages",
+    "sequence_ratio_mask",
+)
+
+
+def encode_operation(operation: Operation) -> bytes:
+    """Return an operation as bytes, without its request id; equal operations have equal bytes.
+
+    Each column is one array, and the datums are cut from it by their lengths.
+    """
+    present = {
+        name: [place for place, each in enumerate(operation.data) if _of(each, name) is not None]
+        for name in _COLUMNS
+    }
+    columns = {
+        name: _joined([_of(operation.data[place], name) for place in places])
+        for name, places in present.items()
+        if places
+    }
+    header = {
+        "format": _FORMAT,
+        "loss": operation.loss,
+        "settings": dict(operation.settings),
+        "lengths": [len(each.model_input) for each in operation.data],
+        "columns": {name: present[name] for name in columns},
+    }
+    return pack(header, columns.values())
+
+
+def decode_operation(data: bytes | memoryview, *, request_id: str) -> Operation:
+    """Return the operation of `encode_operation`; its arrays are views."""
+    header, arrays = unpack(data)
+    lengths: Sequence[int] = header["lengths"]
+    values: list[dict[str, NDArray[Any]]] = [{} for _ in lengths]
+    columns: Mapping[str, Sequence[int]] = header["columns"]
+    for (name, places), column in zip(_in_order(columns), arrays, strict=True):
+        ends = np.cumsum([lengths[place] for place in places])
+        for place, part in zip(places, np.split(column, ends[:-1]), strict=True):
+            values[place][name] = part
+    return Operation(
+        request_id=request_id,
+        loss=header["loss"],
+        data=[Datum(**each) for each in values],  # pyright: ignore[reportArgumentType]
+        settings=header["settings"],
+    )
+
+
+def _of(datum: Datum, name: str) -> Any:
+    return getattr(datum, name)
+
+
+def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _in_order(columns: Mapping[str, Sequence[int]]) -> list[tuple[str, Sequence[int]]]:
+    """Return the columns in the order of their arrays; JSON has sorted their names."""
+    return [(name, columns[name]) for name in _COLUMNS if name in columns]
