@@ -14,6 +14,7 @@ model, and `adapter_model.safetensors`.
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -90,7 +91,10 @@ class Adapter:
 
         `weights` are whole ones by their names here, for a model that is sharded.
         """
-        self._config.save_pretrained(str(folder))
+        config = copy.copy(self._config)
+        if not isinstance(config.target_modules, str):  # a set, whose order each process has anew
+            config.target_modules = sorted(config.target_modules or ())
+        config.save_pretrained(str(folder))
         tensors = {
             _stored_name(name, self.name): weight.detach().cpu().contiguous()
             for name, weight in (weights or dict(self.named_parameters())).items()

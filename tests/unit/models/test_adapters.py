@@ -98,6 +98,7 @@ def test_written_adapter_loads_bit_equal_here_and_in_peft(base: Path, tmp_path: 
 
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base.resolve())
+    assert config["target_modules"] == sorted(config["target_modules"])
     expected = _logits(adapter)
     assert torch.equal(_logits(_adapters(base).load("loaded", tmp_path)), expected)
     with torch.no_grad():
