@@ -195,7 +195,7 @@ def test_command_that_never_arrives_fails_those_that_wait(model_host: ModelHost)
     model.submit(datums(2), STEP)
     model_host.run(model)
 
-    assert "command 2 of the model has never arrived" in model.failure(3).error
+    assert "operation 2 of the model has never arrived" in model.failure(3).error
     assert model.answer(5).content["metrics"]["skipped"] == 0
 
 
