@@ -126,7 +126,7 @@ def test_missing_number_fails_those_that_wait_for_it_after_the_limit(logs: Comma
 
     assert lost == Lost(1, (1, 2, 3, 4))
     results = logs.results(model_id)
-    assert all("command 1 of the model" in results[each].error for each in lost.failed)
+    assert all("operation 1 of the model" in results[each].error for each in lost.failed)
     assert results[5] == Failure("refused", "user")
     assert logs.numbers_with_bodies(model_id) == {0}
     assert str(logs.submit(model_id, 3)) == f"{model_id}:3"  # too late

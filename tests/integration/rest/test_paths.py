@@ -74,7 +74,10 @@ def test_path_with_an_id_is_bound_to_one_run(
     create_run(client, run, BatchingConfig(batch_groups=8, mini_batch_groups=8))
 
     for path in ("", "/config", "/credit", "/ledger"):
-        assert api.get(f"runs/{run}~2{path}") == api.get(f"runs/{run}{path}")
+        found, expected = api.get(f"runs/{run}~2{path}"), api.get(f"runs/{run}{path}")
+        for content in (found, expected):  # the memory of the server changes between two reads
+            content.get("budget", {}).pop("used", None)
+        assert found == expected
         gone = api.refused("GET", f"runs/{run}~1{path}", 404)
         assert gone["detail"].startswith(f"no run named '{run}'")
     item = {"group_id": "g", "num_samples": 1}

@@ -76,7 +76,7 @@ def read_group(store: LimitStore) -> list[Command]:
     """An open group of the largest size."""
     store.fill(store.keys.groups, [(GROUP, f"{LARGEST_GROUP}:open")])
     opened(store, LARGE)
-    return [store.script("read_group", "frontier groups ledger over", GROUP, LARGEST_GROUP)]
+    return [store.script("read_group", "frontier groups ledger finished_groups", GROUP, LARGEST_GROUP)]
 
 
 @worst(WORST)
@@ -119,7 +119,7 @@ def reserve(store: LimitStore) -> list[Command]:
     """The most trajectories of one call."""
     opened(store, HELD)
     words = [word for each in HELD for word in (each, f"1:{NAME}", 10**9)]
-    return [store.script("reserve", "ledger held budget", *words)]
+    return [store.script("reserve", "ledger payload_bytes budget", *words)]
 
 
 @worst(WORST)
@@ -150,7 +150,7 @@ def post_reward(store: LimitStore) -> list[Command]:
     bucket = [(digest.hexdigest()[:3], BUCKET + digest.digest()[:8])]
     store.fill(store.keys.finished_groups, bucket)
     record = b"r" * MAX_EVENT_BYTES
-    where = "ledger counts rewards deadlines events conflicts frontier groups over"
+    where = "ledger counts rewards deadlines events conflicts frontier groups finished_groups"
     return [
         store.script("post_reward", where, HELD[0], "crc", record),
         store.script("post_reward", where, "over/0/0", "crc", record),
