@@ -45,17 +45,13 @@ def test_estimator_that_needs_more_than_the_plan_has_is_refused() -> None:
     assert (type(again), again.args) == (UnsupportedEstimatorError, caught.value.args)
 
 
-def test_whole_numbers_are_stored_as_floats() -> None:
-    config = make(estimator="gigpo", turn_weight=2, turn_discount=1, lease_s=30, takeover_s=5)
+def test_values_are_stored_in_one_form() -> None:
+    numbers = make(estimator="gigpo", turn_weight=2, turn_discount=1, lease_s=30, takeover_s=5)
+    weights = make(estimator="gdpo", component_weights=[["format", 1], ["accuracy", 2]])
 
-    assert repr((config.turn_weight, config.turn_discount)) == "(2.0, 1.0)"
-    assert repr((config.lease_s, config.takeover_s)) == "(30.0, 5.0)"
-
-
-def test_component_weights_are_stored_in_order_of_name() -> None:
-    config = make(estimator="gdpo", component_weights=[["format", 1], ["accuracy", 2]])
-
-    assert config.component_weights == (("accuracy", 2.0), ("format", 1.0))
+    assert repr((numbers.turn_weight, numbers.turn_discount)) == "(2.0, 1.0)"
+    assert repr((numbers.lease_s, numbers.takeover_s)) == "(30.0, 5.0)"
+    assert weights.component_weights == (("accuracy", 2.0), ("format", 1.0))
 
 
 POSITIVE, COUNT = "whole number of at least 1", "whole number of at least 0"
@@ -89,6 +85,9 @@ SECONDS, COST = "number from 0 to 2.592e\\+06", "number from 0 to 1e\\+12"
         ("turn_discount", "number from 0 to 1", [1.01, True]),
         ("cost_per_token", COST, [-1.0, math.nan, math.inf, 1e13, True, "2", None]),
         ("cost_per_squared_token", COST, [-1.0, 1e13]),
+        ("pass_k", "whole number from 1 to 8192", [0, 8193, 2.0]),
+        ("length_reward_weight", "number from 0 to 1000", [-0.1, 1001, math.nan]),
+        ("correct_reward", "number from -1e\\+30 to 1e\\+30", [math.inf, math.nan, True]),
     ],
 )
 def test_number_outside_its_limits_is_refused(field: str, kind: str, values: list[object]) -> None:
@@ -106,10 +105,12 @@ def test_unknown_choice_is_refused(field: str) -> None:
         make(**{field: "burn"})
 
 
-@pytest.mark.parametrize("field", ["divide_by_std", "merge", "mask_truncated"])
-def test_number_in_place_of_a_truth_value_is_refused(field: str) -> None:
-    with pytest.raises(InvalidConfigError, match=f"^{field}: 1 is neither true nor false"):
-        make(**{field: 1})
+def test_number_in_place_of_a_truth_value_or_name_is_refused() -> None:
+    for field in ("divide_by_std", "merge", "mask_truncated"):
+        with pytest.raises(InvalidConfigError, match=f"^{field}: 1 is neither true nor false"):
+            make(**{field: 1})
+    with pytest.raises(InvalidConfigError, match=r"^baseline_weight: 7 is no text"):
+        make(estimator="opo", baseline_weight=7)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +228,48 @@ def test_component_weights_that_do_not_go_with_the_estimator_are_refused(
         ({"deadline_policy": "train_short"}, "deadline_policy: 'train_short' needs"),
         ({"deadline_policy": "refill"}, "max_refills: 0 does not go with"),
         ({"max_refills": 2}, "max_refills: 2 does not go with deadline_policy='drop'"),
+        ({"pass_k": 2}, "pass_k: 2 does not go with estimator='grpo': only pass_at_k"),
+        ({"baseline_weight": "w"}, "baseline_weight: w does not go with .*: only opo reads it"),
+        (
+            {"estimator": "pass_at_k"},
+            "pass_k: 1 does not go with estimator='pass_at_k': it is from 2 .* by 'rloo'",
+        ),
+        (
+            {"estimator": "pass_at_k", "pass_k": 9, "max_samples": 8},
+            "pass_k: 9 .*: it is from 2 to max_samples=8",
+        ),
+        *[
+            (
+                {"estimator": estimator, "normalize_advantages": "batch", **fields},
+                f"normalize_advantages: 'batch' .*='{estimator}': it normalises over the batch",
+            )
+            for estimator, fields in [
+                ("reinforce_pp", {}),
+                ("reinforce_pp_baseline", {}),
+                ("gdpo", GDPO),
+            ]
+        ],
+        (
+            {"estimator": "maxrl", "length_reward_weight": 0.5},
+            "length_reward_weight: 0.5 .*makes rewards negative",
+        ),
+        (
+            {"length_reward_weight": 0.5, **GDPO},
+            "length_reward_weight: 0.5 .*compares components one by one",
+        ),
+        ({"correct_reward": 0.5}, "correct_reward: 0.5 without length_reward_weight does nothing"),
+        (
+            {"estimator": "gae", "merge": False},
+            "merge: False does not go with estimator='gae': it follows the tokens of all turns",
+        ),
+        (
+            {"estimator": "gae", "length_reward_weight": 0.5},
+            "length_reward_weight: 0.5 .*='gae': it depends on the group.* use overlong_buffer",
+        ),
+        (
+            {"estimator": "gae", "normalize_advantages": "batch"},
+            "normalize_advantages: 'batch' .*='gae': the trainer whitens",
+        ),
     ],
 )
 def test_useless_or_contradicting_settings_are_refused(
@@ -256,6 +299,11 @@ def test_useless_or_contradicting_settings_are_refused(
         {"max_age_policy": "mask", "max_staleness": 2, "max_planned_ahead": 2},
         {"deadline_policy": "train_short", "group_deadline_s": 1},
         {"deadline_policy": "train_short", "reward_deadline_s": 1},
+        {"estimator": "pass_at_k", "pass_k": 8, "max_samples": 8},
+        {"estimator": "pass_at_k", "pass_k": 2, "normalize_advantages": "batch"},
+        {"estimator": "opo", "baseline_weight": "energy", "normalize_advantages": "batch"},
+        {"length_reward_weight": 0.5, "correct_reward": 0.5},
+        {"estimator": "gae", "overlong_length": 9, "overlong_buffer": 3},
     ],
 )
 def test_settings_at_the_limit_of_a_rule_are_taken(fields: dict[str, Any]) -> None:
@@ -264,36 +312,25 @@ def test_settings_at_the_limit_of_a_rule_are_taken(fields: dict[str, Any]) -> No
     assert {name: getattr(config, name) for name in fields} == fields
 
 
-def test_budget_has_the_limit_and_costs_of_the_run() -> None:
-    config = make(
+def test_budget_has_the_limits_costs_and_methods_of_the_run() -> None:
+    quadratic = make(
         max_tokens_per_micro_batch=70,
         micro_batch_cost="quadratic",
         cost_per_token=6,
         cost_per_squared_token=1,
     )
-
-    assert config.budget.limit == 70
-    assert config.budget.cost([4, 2]) == 6 * 4 + 4 * 4 + 6 * 2 + 2 * 2
-
-
-def test_budget_has_the_alignment_of_the_run() -> None:
-    config = make(micro_batch_cost="packed", alignment=4, max_tokens_per_micro_batch=64)
-
-    assert config.budget == Budget(limit=64, model="packed", alignment=4)
-
-
-def test_budget_has_the_methods_and_the_order_of_the_run() -> None:
-    config = make(
+    packed = make(
         micro_batch_cost="packed",
         max_tokens_per_micro_batch=64,
+        alignment=4,
         packing_method="next_fit",
         balance_method="none",
         pass_order="as_packed",
     )
 
-    assert config.budget == Budget(
-        limit=64, model="packed", packing="next_fit", balancing="none", order="as_packed"
-    )
+    assert quadratic.budget == Budget(limit=70, model="quadratic", a=6, b=1)
+    methods: Any = {"packing": "next_fit", "balancing": "none", "order": "as_packed"}
+    assert packed.budget == Budget(limit=64, model="packed", alignment=4, **methods)
 
 
 def test_event_chooses_groups_if_age_or_order_count() -> None:
@@ -308,12 +345,6 @@ STYLE = DeclaredColumn(name="style", per="row", dtype="float32", shape=(3,))
 
 def column(**fields: Any) -> DeclaredColumn:
     return DeclaredColumn(**{"name": "x", "per": "token", "dtype": "int32", **fields})
-
-
-def test_keeps_extra_columns_in_order_of_name() -> None:
-    config = make(extra_columns=[column(), ROUTES])
-
-    assert [declared.name for declared in config.extra_columns] == ["routes", "x"]
 
 
 @pytest.mark.parametrize(
@@ -352,7 +383,14 @@ def test_invalid_declaration_is_refused_by_field_and_value(
         column(**fields)
 
 
-def test_refuses_a_name_that_is_declared_twice() -> None:
+def test_declarations_are_sorted_and_go_together() -> None:
+    constant = dataclasses.replace(STYLE, is_constant=True)
+
+    assert make(extra_columns=[column(), ROUTES]).extra_columns == (ROUTES, column())
+    assert make(extra_columns=(STYLE,), merge=False).extra_columns == (STYLE,)
+    assert make(extra_columns=(constant,)).extra_columns == (constant,)
+    with pytest.raises(InvalidConfigError, match=r"^extra_columns\['style'\].is_constant: .*merge"):
+        make(extra_columns=(STYLE,))
     with pytest.raises(InvalidConfigError, match=r"^extra_columns: 'x' is declared twice"):
         make(extra_columns=(column(), column(dtype="float32")))
 
@@ -361,13 +399,3 @@ def test_refuses_a_name_that_is_declared_twice() -> None:
 def test_refuses_what_is_no_list_of_declarations(given: Any) -> None:
     with pytest.raises(InvalidConfigError, match=r"^extra_columns: .* is not a list of decl"):
         make(extra_columns=given)
-
-
-def test_refuses_to_merge_turns_that_may_differ_in_a_value_per_row() -> None:
-    constant = dataclasses.replace(STYLE, is_constant=True)
-
-    with pytest.raises(InvalidConfigError, match=r"^extra_columns\['style'\].is_constant: .*merge"):
-        make(extra_columns=(STYLE,))
-
-    assert make(extra_columns=(STYLE,), merge=False).extra_columns == (STYLE,)
-    assert make(extra_columns=(constant,)).extra_columns == (constant,)
