@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from turnstream.batching.config.values import Aggregation, RowWeights
+from turnstream.batching.config.values import RowWeights
 from turnstream.batching.packing.microbatch import Budget
 from turnstream.batching.rows.assemble import concatenate_rows, take_rows
 from turnstream.batching.rows.minibatch import cut_ranks, rank_passes, take_share
-from turnstream.batching.scoring.denominators import ShareCounts, num_trained, require_denominator
+from turnstream.batching.scoring.denominators import ShareCounts
 from turnstream.batching.scoring.filters import row_weights
 from turnstream.types import Denominators, Rows
 
@@ -76,37 +75,6 @@ def count_denominators(shares: Sequence[Rows], *, length_constant: int) -> Denom
         weight_sum=math.fsum(share.weight_sum for share in counts),
         length_constant=length_constant,
     )
-
-
-def row_scales(
-    rows: Rows, *, denominators: Denominators, aggregation: Aggregation
-) -> NDArray[np.float64]:
-    """Return the factor of every row's sum of masked token losses, float64 (B,).
-
-    The loss of the mini-batch is the sum of these products over all ranks and micro-batches. Rows
-    without a trained token have 0.
-    """
-    require_denominator(denominators, aggregation=aggregation)
-    trained_B = num_trained(rows)
-    ones_B = np.ones(len(rows))
-    match aggregation:
-        case "token_mean":
-            per_row_B, total = ones_B, denominators.num_tokens
-        case "seq_mean_token_sum":
-            per_row_B, total = ones_B, denominators.weight_sum
-        case "seq_mean_token_mean":
-            per_row_B, total = trained_B, denominators.weight_sum
-        case "constant":
-            per_row_B, total = ones_B, denominators.weight_sum * denominators.length_constant
-        case "rollout_mean":
-            per_row_B, total = rows.trajectory_num_tokens, denominators.num_trajectories
-        case "prompt_mean":
-            per_row_B, total = rows.group_num_tokens, denominators.num_groups
-    scales_B = np.zeros(len(rows))
-    live_B = trained_B > 0
-    # Where all rows weigh nothing, so does their sum: nothing is divided, and nothing by 0.
-    scales_B[live_B] = rows.weight[live_B] / (per_row_B[live_B] * (total or 1))
-    return scales_B
 
 
 def weighted(rows: Rows, kind: RowWeights) -> Rows:

@@ -17,7 +17,6 @@ from turnstream.batching.merge.plan import GroupPlan
 from turnstream.batching.merge.storing import store_turns
 from turnstream.batching.rows.assemble import assemble_rows, take_rows
 from turnstream.errors import CorruptRecordError
-from turnstream.store.client.keys import trajectory_id
 from turnstream.types import Status, StoredTurn, TrajectoryKey, Turn, VersionRun
 
 Payload = Mapping[TrajectoryKey, Sequence[StoredTurn]]
@@ -61,6 +60,10 @@ def test_rows_come_in_the_order_of_the_plan() -> None:
     assert assembled.sequence_index.tolist() == [0, 0, 1]
     assert assembled.is_last.tolist() == [True, False, True]
     assert assembled.prompt_length.tolist() == [2, 2, 2]
+    other, more = build([turn("a", "B")], [turn("a", "b")], group_id="g1")
+    both = assemble_rows([group, other], {**payload, **more}, first_row_id=0)
+    assert both.trajectory_num_tokens.tolist() == [3, 3, 3, 1, 0]
+    assert both.group_num_tokens.tolist() == [6, 6, 6, 1, 1]
 
 
 def test_case_18_rows_have_the_values_of_their_trajectory() -> None:
@@ -123,22 +126,6 @@ def test_tokens_of_masked_versions_are_not_trained() -> None:
     assert spell(assembled) == ["abcdEFghi", "xyZ"]
     with pytest.raises(CorruptRecordError, match="planned were"):
         assemble_rows([group], payload, first_row_id=0)
-
-
-def test_the_id_of_a_trajectory_is_the_one_in_its_keys() -> None:
-    key = TrajectoryKey("a b~/c", sample=3, attempt=2)
-
-    assert key.trajectory_id == trajectory_id(key) == "a%20b%7E%2Fc/3/2"
-
-
-def test_rows_know_the_trained_tokens_of_their_trajectory_and_group() -> None:
-    group, payload = build(CHAIN, BROKEN)
-    other, more = build([turn("a", "B")], [turn("a", "b")], group_id="g1")
-
-    assembled = assemble_rows([group, other], {**payload, **more}, first_row_id=0)
-
-    assert assembled.trajectory_num_tokens.tolist() == [3, 3, 3, 1, 0]
-    assert assembled.group_num_tokens.tolist() == [6, 6, 6, 1, 1]
 
 
 def test_case_22_payload_that_is_not_the_planned_one_is_refused() -> None:

@@ -2,14 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 
 from testkit import rows
-from testkit.shares import count_denominators, row_scales
-from turnstream.batching.config.values import Aggregation
 from turnstream.batching.layouts.jagged import jagged
 from turnstream.batching.layouts.packed import packed
 from turnstream.batching.layouts.padded import left_padded, right_padded
@@ -111,18 +109,3 @@ def test_column_of_another_type_is_refused(column: str) -> None:
 
     with pytest.raises(BatchingError, match=f"{column} is int64, not {dtype_of(column).__name__}"):
         require_aligned(replace(rows("aB", "aB"), **{column: wrong}))
-
-
-@pytest.mark.parametrize("mode", get_args(Aggregation))
-def test_case_28_mini_batch_without_a_trained_token_has_zero_loss(
-    mode: Aggregation,
-) -> None:
-    # The reference warns that this may lead to NaN; ours warns in `batching.report`.
-    batch = rows("abc", "a|bc")
-
-    denominators = count_denominators([batch], length_constant=8)
-    scales_B = row_scales(batch, denominators=denominators, aggregation=mode)
-
-    assert denominators.num_tokens == 0
-    assert scales_B.tolist() == [0, 0]
-    assert not left_padded(batch, width=3, response_width=2, pad_token_id=0).loss_mask_BR.any()

@@ -16,6 +16,7 @@ from turnstream.types import DeclaredColumn
 TWO = (("accuracy", 1.0), ("format", 0.5))
 ZEROS = (("accuracy", 0.0), ("format", 0))
 GDPO = {"estimator": "gdpo", "component_weights": TWO}
+OF_EIGHT = {"estimator": "pass_at_k", "max_samples": 8}
 OVERLONG = {"overlong_buffer": 2, "overlong_length": 4}
 TINY = {"over_long": "refuse", "micro_batch_cost": "quadratic", "cost_per_token": 3.0}
 
@@ -234,10 +235,7 @@ def test_component_weights_that_do_not_go_with_the_estimator_are_refused(
             {"estimator": "pass_at_k"},
             "pass_k: 1 does not go with estimator='pass_at_k': it is from 2 .* by 'rloo'",
         ),
-        (
-            {"estimator": "pass_at_k", "pass_k": 9, "max_samples": 8},
-            "pass_k: 9 .*: it is from 2 to max_samples=8",
-        ),
+        ({**OF_EIGHT, "pass_k": 9}, "pass_k: 9 .*: it is from 2 to max_samples=8"),
         *[
             (
                 {"estimator": estimator, "normalize_advantages": "batch", **fields},
@@ -299,7 +297,7 @@ def test_useless_or_contradicting_settings_are_refused(
         {"max_age_policy": "mask", "max_staleness": 2, "max_planned_ahead": 2},
         {"deadline_policy": "train_short", "group_deadline_s": 1},
         {"deadline_policy": "train_short", "reward_deadline_s": 1},
-        {"estimator": "pass_at_k", "pass_k": 8, "max_samples": 8},
+        {**OF_EIGHT, "pass_k": 8},
         {"estimator": "pass_at_k", "pass_k": 2, "normalize_advantages": "batch"},
         {"estimator": "opo", "baseline_weight": "energy", "normalize_advantages": "batch"},
         {"length_reward_weight": 0.5, "correct_reward": 0.5},

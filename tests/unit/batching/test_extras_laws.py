@@ -16,6 +16,7 @@ from testkit.columns import IMAGES, POSITIONS, ROUTES, TEACHER, images, routes, 
 from testkit.links import linked_slowly
 from testkit.planning import assembled_rows
 from testkit.strategies import chains, declared_columns, trees, with_extras
+from turnstream.batching.merge.merged_extras import whole_extras
 from turnstream.batching.merge.merging import merge_turns
 from turnstream.batching.merge.storing import store_turns
 from turnstream.errors import BatchingError, InvalidTurnError
@@ -107,6 +108,17 @@ def test_rows_have_what_loops_over_lists_find(
         assert [values.tolist() for values in found.values] == expected
         if column.per != "first_tokens":
             assert found.dtype == column.numpy_dtype
+        # A turn that omits an optional column has none of it; others have all of their values.
+        whole = [own.get(column.name) for own in whole_extras(stored, declared)]
+        assert [None if own is None else own.tolist() for own in whole] == [
+            None if own is None and column.is_optional else said[number]
+            for number, own in enumerate(whole)
+        ]
+        assert all(
+            own is not None
+            for own, one in zip(whole, stored, strict=True)
+            if column.name in one.extras
+        )
 
 
 @pytest.mark.parametrize(

@@ -17,18 +17,6 @@ from turnstream.errors import BatchingError, InvalidTurnError
 from turnstream.types import Sequence, Turn, VersionRun
 
 
-def test_case_16_scalar_rewards_of_merged_turns_are_summed() -> None:
-    # The reference keeps only the last: merged [1.0], split [.25, 1.0]. A reward of ours stands on
-    # its turn's last token, so that a row holds the sum of its turns' rewards, however it is split.
-    first = turn("ab", "CD", rewards=0.25)
-
-    merged = merge_turns([first, turn("abcdef", "G", rewards=1.0)])
-    split = merge_turns([first, turn("xy", "G", rewards=1.0)])
-
-    assert [row.rewards.sum() for row in merged] == [1.25]
-    assert [row.rewards.sum() for row in split] == [0.25, 1.0]
-
-
 @pytest.mark.parametrize(
     ("later", "expected"),
     [
@@ -44,40 +32,14 @@ def test_cases_13_14_15_18_prompt_continues_only_the_row_it_holds(
     assert spell(merge_turns([turn("ab", "CD"), *[turn(*each) for each in later]])) == expected
 
 
-def test_case_20_masked_turn_and_turn_without_response_are_merged() -> None:
-    (masked,) = merge_turns([turn("ab", "cd"), turn("abcdef", "G")])
-    (empty,) = merge_turns([turn("ab", ""), turn("abc", "D")])
-
-    assert (spell([masked]), masked.loss_mask.tolist()) == (["abcdefG"], [0, 0, 0, 0, 1])
-    assert (spell([empty]), empty.loss_mask.tolist()) == (["abcD"], [0, 1])
-    assert empty.prompt_length == 2
-
-
 def test_case_21_trained_turn_without_logprobs_has_nan() -> None:
     # Without any log-probability the column is None, as in the reference.
     (none,) = merge_turns([turn("ab", "CD"), turn("abcdef", "G")])
     (row,) = merge_turns([turn("ab", "CdE"), turn("abcdef", "G", logprobs=-0.3)])
 
-    assert none.logprobs is None
+    assert (none.logprobs, none.token_weights) == (None, None)
     assert row.logprobs is not None
     np.testing.assert_array_equal(row.logprobs, np.array([np.nan, 0, np.nan, 0, -0.3], np.float32))
-
-
-def test_turn_without_weights_has_those_of_its_mask() -> None:
-    weighted, plain = turn("ab", "CdE", weights=[0.5, 0, 2]), turn("abcdef", "gH")
-
-    (none,) = merge_turns([turn("ab", "CdE"), plain])
-    (row,) = merge_turns([weighted, plain])
-    rows = merge_turns([turn("ab", "CD"), turn("xy", "ZU", weights=[0, 0.25])])
-
-    assert none.token_weights is None
-    assert row.token_weights is not None
-    assert_same(row.token_weights, np.array([0.5, 0, 2, 0, 0, 1], np.float32))
-    assert row.loss_mask.tolist() == [1, 0, 1, 0, 0, 1]
-    assert [own.token_weights.tolist() for own in rows if own.token_weights is not None] == [
-        [1, 1],
-        [0, 0.25],
-    ]
 
 
 @pytest.mark.parametrize("field", ["logprobs", "loss_mask", "rewards", "token_weights"])

@@ -84,27 +84,9 @@ def test_padded_passes_without_balance_are_filled_one_after_the_other() -> None:
     assert plan_passes([[1, 1, 1, 1]], budget=filled, multiple_of=2) == [[[0, 1], [2, 3]]]
 
 
-def test_balance_never_comes_before_the_budget() -> None:
-    # Two equal parts of 3 3 2 2 2 are [3, 3] and [2, 2, 2]: within 6. By longest first they are
-    # [3, 2, 2] and [3, 2], above it.
-    [passes] = plan_passes([[3, 3, 2, 2, 2]], budget=Budget(limit=6, model="packed"))
-
-    assert sorted(passes) == [[0, 1], [2, 3, 4]]
-
-
 def test_more_passes_than_rows_are_refused_with_both_numbers() -> None:
     with pytest.raises(BatchingError, match="rank 1 has 1 rows for 2 micro-batches: add inert"):
         plan_passes([[8, 8], [1]], budget=Budget(limit=8, model="packed"))
-
-
-def test_attention_makes_a_long_row_worth_more_than_its_tokens() -> None:
-    lengths = [8, 4, 4]
-
-    [by_tokens] = plan_passes([lengths], budget=Budget(limit=16, model="packed"))
-    [by_attention] = plan_passes([lengths], budget=Budget(limit=100, model="quadratic", b=1))
-
-    assert by_tokens == [[0, 1, 2]]
-    assert by_attention == [[0], [1, 2]]
 
 
 budgets = st.builds(

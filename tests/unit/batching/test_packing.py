@@ -49,16 +49,6 @@ def emptiest(fitting: list[tuple[int, int]]) -> int:
     return min(fitting, key=lambda each: (-each[0], each[1]))[1]
 
 
-def test_modified_first_fit_decreasing_pairs_large_rows_with_the_largest_medium_one() -> None:
-    # Capacity 12: 7 is large, 5 medium (above 4), 3 small (above 2), 1 the rest.
-    lengths = [7, 7, 5, 3, 3, 3, 1]
-
-    bins = pack(lengths, capacity=12, method="modified_first_fit_decreasing")
-
-    # The last large bin has room 5, too little for two small rows; they go in forward, by size.
-    assert bins == [[0, 2], [1, 3, 6], [4, 5]]
-
-
 def test_edge_case_42_ties_go_to_the_lower_index_first() -> None:
     # The reference puts the highest index first: [[1,3],[0,2],[4]] and [[3,2],[1,0]].
     assert pack([5, 5, 3, 3, 2], capacity=8, method="first_fit_decreasing") == [[0, 2], [1, 3], [4]]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from testkit import assert_same, config, rows, sealed, shape, turn
 from testkit.planning import plan, ready, stored_group
 from testkit.shares import join_shares, rank_share
+from turnstream.batching.fold.decisions import ReadyGroup
 from turnstream.batching.layouts.padded import left_padded
 from turnstream.batching.merge.plan import ASSEMBLY_VERSION, SequenceShape
 from turnstream.batching.planning.plan_batch import num_groups_to_plan
@@ -37,18 +39,6 @@ def test_last_event_is_the_latest_or_that_of_the_choice() -> None:
     assert plan(*groups, chosen_at="101-0").last_event_id == "101-0"
 
 
-def test_fan_out_a_trajectory_of_three_rows_does_not_move_the_baseline() -> None:
-    # Row-wise the mean would be 0.75 and the advantages 0.25 and -0.75.
-    split = sealed("a", reward=1.0, turns=[shape(2, 3), shape(4, 1), shape(3, 2)])
-    whole = sealed("a", sample=1, reward=0.0)
-
-    manifest = plan(ready("a", split, whole), of=replace(config(), estimator="dr_grpo"))
-
-    planned = manifest.groups[0].trajectories
-    assert [len(trajectory.sequences) for trajectory in planned] == [3, 1]
-    assert [trajectory.advantage for trajectory in planned] == [0.5, -0.5]
-
-
 def test_a_trajectory_is_planned_with_its_rows_and_its_advantage() -> None:
     turns = [shape(2, 3), shape(1, 2, parent=0, shared=5, trained=1), shape(4, 1)]
     member = sealed("a", reward=1.0, turns=turns, version=7, has_logprobs=True)
@@ -62,15 +52,8 @@ def test_a_trajectory_is_planned_with_its_rows_and_its_advantage() -> None:
     assert (planned.has_logprobs, planned.payload_crcs) == (True, (1, 2, 3))
     assert planned.advantage == float(np.float32(planned.advantage))
     assert planned.advantage == pytest.approx(0.707106, abs=2e-6)
-
-
-def test_without_merging_every_turn_is_a_row() -> None:
-    turns = [shape(2, 3), shape(1, 2, parent=0, shared=5)]
-    members = [sealed("a", sample=s, reward=float(s), turns=turns) for s in (0, 1)]
-
-    manifest = plan(ready("a", *members), of=replace(config(), merge=False))
-
-    assert [row.turns for row in manifest.groups[0].trajectories[0].sequences] == [(0,), (1,)]
+    apart = plan(ready("a", member), of=replace(config(), merge=False))
+    assert [row.turns for row in apart.groups[0].trajectories[0].sequences] == [(0,), (1,), (2,)]
 
 
 def test_case_30_mini_batches_are_cut_by_group_with_any_rows() -> None:
@@ -128,61 +111,11 @@ def test_the_run_says_what_the_rows_of_a_trajectory_weigh(
 
     assert [t.weights for t in manifest.groups[0].trajectories] == weights
     assert manifest.mini_batches[0].denominators.weight_sum == weight_sum
-
-
-def test_weights_are_numbers_that_a_float32_column_holds_exactly() -> None:
-    turns = [shape(2, 1), shape(2, 1), shape(2, 1)]
-    members = [sealed("a", sample=s, reward=float(s), turns=turns) for s in (0, 1)]
-    of = replace(config(), aggregation="seq_mean_token_mean", row_weights="per_trajectory")
-
-    manifest = plan(ready("a", *members), of=of)
-
-    third = float(np.float32(1 / 3))
-    assert manifest.groups[0].trajectories[0].weights == (third, third, third)
+    thirds = [sealed("a", sample=s, reward=float(s), turns=turns[1:2] * 3) for s in (0, 1)]
+    manifest = plan(ready("a", *thirds), of=replace(of, row_weights="per_trajectory"))
+    third = float(np.float32(1 / 3))  # as a column of float32 has it
+    assert manifest.groups[0].trajectories[0].weights == (third,) * 3
     assert manifest.mini_batches[0].denominators.weight_sum == math.fsum([third] * 6)
-
-
-def test_whitening_sees_the_whole_batch_and_not_one_mini_batch() -> None:
-    groups = [ready("a", rewards=[1.0]), ready("b", rewards=[0.0])]
-    of = replace(config(2, 1), estimator="reinforce_pp")
-
-    manifest = plan(*groups, of=of)
-
-    advantages = [group.trajectories[0].advantage for group in manifest.groups]
-    assert advantages == pytest.approx([1.0, -1.0])
-
-
-def test_advantages_of_gae_are_left_to_the_trainer() -> None:
-    of = replace(config(2), estimator="gae", singleton_advantage="raw")
-    groups = [ready("a", *[sealed("a", sample=n, reward=float(n)) for n in range(2)])]
-    groups.append(ready("b", sealed("b", reward=5.0)))
-
-    made = plan(*groups, of=of)
-
-    members = [member for group in made.groups for member in group.trajectories]
-    assert [(m.reward, m.advantage) for m in members] == [(0.0, 0.0), (1.0, 0.0), (5.0, 0.0)]
-
-
-def test_pass_at_k_has_the_k_of_the_run() -> None:
-    of = replace(config(), estimator="pass_at_k", pass_k=2)
-
-    manifest = plan(ready("a", rewards=[1, 0, 0]), of=of)
-
-    # Of the three pairs, two have their best answer from the first; a k of 3 gives it 3.
-    assert [t.advantage for t in manifest.groups[0].trajectories] == [2.0, 0.0, 0.0]
-
-
-def test_components_are_compared_one_by_one() -> None:
-    of = replace(config(), estimator="gdpo", component_weights=(("a", 1.0), ("b", 1.0)))
-    components = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}, {"b": 1.0, "a": 1.0}]
-    members = [
-        replace(sealed("a", sample=s), reward_components=c) for s, c in enumerate(components)
-    ]
-
-    manifest = plan(ready("a", *members), of=of)
-
-    first, second, third = [t.advantage for t in manifest.groups[0].trajectories]
-    assert first == second < 0 < third
 
 
 def test_case_35_a_split_trajectory_is_compared_once_and_its_advantage_broadcast() -> None:
@@ -275,75 +208,99 @@ def test_a_masked_trajectory_is_in_the_batch_and_in_no_denominator() -> None:
     assert manifest.mini_batches[0].denominators == Denominators(6, 2, 2, 1, 2.0, 0)
 
 
-def test_normalised_advantages_have_the_mean_and_variance_of_the_whole_batch() -> None:
-    of = replace(config(2, 1), estimator="dr_grpo", normalize_advantages="batch")
-    groups = [ready("a", rewards=[1.0, 0.0]), ready("b", rewards=[4.0, 0.0])]
+def compared(*rewards: float, lengths: Sequence[int] = (), **fields: Any) -> ReadyGroup:
+    """Return a group of these rewards; the response of its last member was truncated."""
+    statuses = [Status.COMPLETED] * (len(rewards) - 1) + [Status.TRUNCATED]
+    members = [
+        sealed("a", sample=s, reward=r, turns=[shape(2, n)], status=status, **fields)
+        for s, (r, n, status) in enumerate(
+            zip(rewards, lengths or [3] * len(rewards), statuses, strict=True)
+        )
+    ]
+    return ready("a", *members)
+
+
+SPLIT = [shape(2, 3), shape(4, 1), shape(3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "groups", "expected"),
+    [
+        (
+            {"estimator": "reinforce_pp"},
+            [ready("a", rewards=[1]), ready("b", rewards=[0])],
+            [1, -1],
+        ),
+        ({"estimator": "pass_at_k", "pass_k": 2}, [ready("a", rewards=[1, 0, 0])], [2, 0, 0]),
+        (
+            {"estimator": "gae", "singleton_advantage": "raw"},
+            [ready("a", rewards=[0, 1]), ready("b", rewards=[5])],
+            [0, 0, 0],
+        ),
+        (
+            {"estimator": "dr_grpo", "normalize_advantages": "batch"},
+            [ready("a", rewards=[1, 0]), ready("b", rewards=[4, 0])],
+            [0.342997, -0.342997, 1.371989, -1.371989],  # over the standard deviation 1.457738
+        ),
+        # Row-wise the mean of a trajectory of three rows and one of one row would be 0.75.
+        (
+            {"estimator": "dr_grpo"},
+            [ready("a", sealed("a", turns=SPLIT), sealed("a", sample=1, reward=0.0))],
+            [0.5, -0.5],
+        ),
+        (
+            {"estimator": "opo", "baseline_weight": "energy"},
+            [
+                ready(
+                    "a",
+                    sealed("a", metrics={"energy": 3.0}),
+                    sealed("a", sample=1, reward=0.0, metrics={"energy": 1.0}),
+                )
+            ],
+            [0.25, -0.75],
+        ),
+        # Whitening leaves masked tokens out; a baseline counts the length of a masked response.
+        ({"estimator": "reinforce_pp"}, [compared(1, 0, -1)], [1, -1, -3]),
+        ({"estimator": "opo"}, [compared(0, 1, lengths=[1, 3])], [-0.75, 0.25]),
+        # Of the baseline 0.625 one token has -0.625, three 0.375: mean 0.125, variance 0.1875.
+        (
+            {"estimator": "opo", "normalize_advantages": "batch"},
+            [compared(0, 1, 0.5, lengths=[1, 3, 4])],
+            [-0.75 / 0.1875**0.5, 0.25 / 0.1875**0.5, -0.25 / 0.1875**0.5],
+        ),
+        # DAPO's vector: of 20,480 tokens the last 4,096 are punished, and 18,432 cost half a point.
+        (
+            {"estimator": "dr_grpo", "overlong_length": 20_480, "overlong_buffer": 4_096},
+            [compared(1, 1, lengths=[18_432, 3])],
+            [-0.25, 0.25],
+        ),
+    ],
+)
+def test_advantages_follow_the_settings_of_the_run(
+    settings: dict[str, Any], groups: list[ReadyGroup], expected: list[float]
+) -> None:
+    of = replace(config(len(groups), 1), mask_truncated=True, **settings)
 
     manifest = plan(*groups, of=of)
 
     advantages = [t.advantage for group in manifest.groups for t in group.trajectories]
-    scale = ((2 * 0.5**2 + 2 * 2.0**2) / 4) ** 0.5
-    assert advantages == pytest.approx([0.5 / scale, -0.5 / scale, 2 / scale, -2 / scale])
+    assert advantages == pytest.approx(expected, abs=2e-6)
     assert all(x == float(np.float32(x)) for x in advantages)
+    if of.overlong_buffer:
+        assert [t.reward for t in manifest.groups[0].trajectories] == [0.5, 1.0]
 
 
-def test_whitening_leaves_masked_tokens_out() -> None:
-    of = replace(MASKING, estimator="reinforce_pp")
-
-    manifest = plan(ready("a", *CUT_OFF), of=of)
-
-    advantages = [t.advantage for t in manifest.groups[0].trajectories]
-    assert advantages[:2] == pytest.approx([1.0, -1.0])
-
-
-def test_a_baseline_by_length_counts_the_length_of_a_masked_response() -> None:
-    of = replace(MASKING, estimator="opo")
+def test_components_are_compared_one_by_one() -> None:
+    of = replace(config(), estimator="gdpo", component_weights=(("a", 1.0), ("b", 1.0)))
+    components = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}, {"b": 1.0, "a": 1.0}]
     members = [
-        sealed("a", reward=0.0, turns=[shape(2, 1)]),
-        sealed("a", sample=1, reward=1.0, turns=[shape(2, 3)], status=Status.ABORTED),
+        replace(sealed("a", sample=s), reward_components=c) for s, c in enumerate(components)
     ]
 
     manifest = plan(ready("a", *members), of=of)
 
-    assert [t.advantage for t in manifest.groups[0].trajectories] == [-0.75, 0.25]
-
-
-def test_baseline_by_a_metric_weighs_each_reward_by_it() -> None:
-    of = replace(config(), estimator="opo", baseline_weight="energy")
-    members = [
-        sealed("a", reward=1.0, metrics={"energy": 3.0}),
-        sealed("a", sample=1, reward=0.0, turns=[shape(2, 99)], metrics={"energy": 1.0}),
-    ]
-
-    manifest = plan(ready("a", *members), of=of)
-
-    assert [t.advantage for t in manifest.groups[0].trajectories] == [0.25, -0.75]
-
-
-def test_normalised_baseline_by_length_is_whitened_by_trained_tokens() -> None:
-    of = replace(MASKING, estimator="opo", normalize_advantages="batch")
-    members = [
-        sealed("a", reward=0.0, turns=[shape(2, 1)]),
-        sealed("a", sample=1, reward=1.0, turns=[shape(2, 3)]),
-        sealed("a", sample=2, reward=0.5, turns=[shape(2, 4)], status=Status.ABORTED),
-    ]
-
-    manifest = plan(ready("a", *members), of=of)
-
-    # The baseline is 0.625. One token has -0.625 and three have 0.375: mean 0.125, variance 0.1875.
-    advantages = [t.advantage for t in manifest.groups[0].trajectories]
-    assert advantages[:2] == pytest.approx([-0.75 / 0.1875**0.5, 0.25 / 0.1875**0.5])
-
-
-def test_the_estimator_sees_the_reward_with_the_penalty_of_a_long_response() -> None:
-    # DAPO's vector: 18,432 tokens of 20,480, the last 4,096 of them punished, cost half a point.
-    of = replace(config(), estimator="dr_grpo", overlong_length=20_480, overlong_buffer=4_096)
-    long = sealed("a", turns=[shape(2, 18_000), shape(2, 432)])
-
-    manifest = plan(ready("a", long, sealed("a", sample=1)), of=of)
-
-    assert [t.reward for t in manifest.groups[0].trajectories] == [0.5, 1.0]
-    assert [t.advantage for t in manifest.groups[0].trajectories] == [-0.25, 0.25]
+    first, second, third = [t.advantage for t in manifest.groups[0].trajectories]
+    assert first == second < 0 < third
 
 
 def test_tokens_of_masked_versions_leave_the_rows_and_the_denominators() -> None:
