@@ -10,21 +10,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testkit import extra_column, rows
 from testkit.strategies import extra_columns, scored_rows
 from turnstream.batching.layouts.jagged import jagged
 from turnstream.batching.layouts.packed import packed
 from turnstream.batching.layouts.padded import left_padded, right_padded
 from turnstream.batching.layouts.slots import PlacedColumn
 from turnstream.types import ExtraColumn, Rows
-
-BATCH = rows(
-    *("abC", "a|b"),
-    is_padding=[False, True],
-    extras={
-        "images": extra_column("items", np.arange(4, dtype=np.float32).reshape(2, 2), [0, 2, 2]),
-    },
-)
 
 
 def left_extras(batch: Rows, *, width: int, response_width: int) -> Mapping[str, PlacedColumn]:

@@ -14,7 +14,14 @@ from testkit import assert_same, rows
 from testkit.strategies import scored_rows
 from turnstream.batching.layouts.jagged import Jagged, jagged
 from turnstream.batching.layouts.packed import Packed, line_up, packed
-from turnstream.batching.layouts.padded import LeftPadded, RightPadded, left_padded, right_padded
+from turnstream.batching.layouts.padded import (
+    LeftPadded,
+    RightPadded,
+    left_padded,
+    left_padded_column,
+    right_padded,
+)
+from turnstream.batching.rows.assemble import take_rows
 from turnstream.errors import BatchingError, RowTooLongError
 from turnstream.types import Ragged, Rows
 
@@ -249,12 +256,61 @@ def test_rows_that_are_slices_are_laid_out_alone() -> None:
     assert (made.input_ids_N.tolist(), made.offsets.tolist()) == ([97, 98, 99], [0, 3])
 
 
-def test_case_9_right_padded_row_longer_than_the_width_is_refused() -> None:
+def pad(batch: Rows, *, width: int | None = None, response_width: int | None = None) -> LeftPadded:
+    return left_padded(
+        batch,
+        width=int(batch.input_ids.lengths.max(initial=0)) if width is None else width,
+        response_width=int(batch.loss_mask.lengths.max(initial=0))
+        if response_width is None
+        else response_width,
+        pad_token_id=PAD,
+    )
+
+
+def numbered(*parts: tuple[list[int], list[int]]) -> Rows:
+    """Rows of these prompts and responses; every response token is trained."""
+    texts = ["a" * len(prompt) + "|" + "B" * len(response) for prompt, response in parts]
+    ids = Ragged.from_rows([prompt + response for prompt, response in parts], np.int32)
+    return replace(rows(*texts), input_ids=ids)
+
+
+def test_case_1_rows_end_in_the_last_column() -> None:
+    batch = replace(
+        numbered(([1, 2, 3], [5]), ([4], [6, 7, 8])),
+        rewards=Ragged.from_rows([[1], [0, 0, 0.5]], np.float32),
+        loss_mask=Ragged.from_rows([[1], [1, 0, 1]], np.uint8),
+    )
+
+    padded = pad(batch)
+
+    assert padded.input_ids_BT.tolist() == [[1, 2, 3, 5], [4, 6, 7, 8]]
+    assert padded.attention_mask_BT.all()
+    assert padded.response_mask_BR.tolist() == [[0, 0, 1], [1, 1, 1]]
+    assert padded.rewards_BR.tolist() == [[0, 0, 1], [0, 0, 0.5]]
+    assert padded.loss_mask_BR.tolist() == [[0, 0, 1], [1, 0, 1]]
+
+
+def test_positions_count_from_the_first_real_token() -> None:
+    padded = pad(rows("ab|C", "|d"))
+
+    assert padded.position_ids_BT.tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert padded.position_ids_BT.dtype == np.int64
+
+
+def test_case_9_row_longer_than_the_width_is_refused() -> None:
     # The reference is as wide as its longest row, and above its limit warns once; nothing is cut.
+    long = rows("aB", "abcdE")
+
     assert right_padded(rows("abcD"), width=4, pad_token_id=PAD).input_ids_BT.shape == (1, 4)
-    with pytest.raises(RowTooLongError) as caught:
-        right_padded(rows("aB", "abcdE"), width=4, pad_token_id=PAD)
-    assert caught.value.args == (1, 5, 4)
+    assert pad(rows("ab|CD", "abc|D"), width=4).input_ids_BT.shape == (2, 4)
+    for lay_out, refused in [
+        (lambda: right_padded(long, width=4, pad_token_id=PAD), (1, 5, 4)),
+        (lambda: pad(long, width=4), (1, 5, 4)),
+        (lambda: pad(rows("ab|C", "a|BC"), response_width=1), (1, 2, 1)),
+    ]:
+        with pytest.raises(RowTooLongError) as caught:
+            lay_out()
+        assert caught.value.args == refused
 
 
 def test_right_padded_mask_counts_its_columns_beyond_int16() -> None:
@@ -263,3 +319,48 @@ def test_right_padded_mask_counts_its_columns_beyond_int16() -> None:
     padded = right_padded(batch, width=32_768, pad_token_id=PAD)
 
     assert np.count_nonzero(padded.attention_mask_BT, axis=1).tolist() == [32_768, 2]
+
+
+@pytest.mark.parametrize("width", [32_767, 32_768, 40_000])
+def test_a_mask_counts_its_columns_also_beyond_int16(width: int) -> None:
+    padded = pad(rows("a|B", "|"), width=width, response_width=width)
+
+    assert np.argwhere(padded.attention_mask_BT).tolist() == [[0, width - 2], [0, width - 1]]
+    assert np.argwhere(padded.response_mask_BR).tolist() == [[0, width - 1]]
+    assert padded.position_ids_BT[0, -2:].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("num_tokens", [3, 700])
+@pytest.mark.parametrize("dtype", [np.float16, np.float64, np.int64, np.complex64])
+def test_a_declared_column_keeps_its_type_and_the_shape_of_its_values(
+    num_tokens: int, dtype: type[np.generic]
+) -> None:
+    batch = rows("ab" + "C" * num_tokens, "a|BC")
+    values = np.arange(2 * num_tokens + 4).reshape(-1, 2).astype(dtype)
+    column = Ragged(values, batch.loss_mask.offsets)
+
+    whole = left_padded_column(column, batch, response_width=num_tokens)
+    first = left_padded_column(
+        Ragged(values[:, 0], column.offsets), batch, response_width=num_tokens
+    )
+
+    assert whole.dtype == first.dtype == dtype
+    assert whole.tolist() == [
+        values[:num_tokens].tolist(),
+        [[0, 0]] * (num_tokens - 2) + values[num_tokens:].tolist(),
+    ]
+    assert (whole[..., 0] == first).all()
+
+
+@pytest.mark.parametrize("num_tokens", [3, 700])
+def test_rows_may_begin_and_end_inside_larger_columns(num_tokens: int) -> None:
+    whole = rows("ab", "ab" + "C" * num_tokens, "xYZ")
+    cut = {
+        name: Ragged(getattr(whole, name).values, getattr(whole, name).offsets[1:3])
+        for name in ("input_ids", "loss_mask", "logprobs", "rewards")
+    }
+    part = replace(take_rows(whole, [1]), **cut)
+
+    found = pad(part)
+
+    assert_same(found, pad(take_rows(whole, [1])))

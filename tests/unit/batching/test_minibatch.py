@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from testkit import assert_same, extra_column, rows
 from testkit.shares import budgeted_passes, rank_share
 from turnstream.batching.layouts.padded import left_padded
-from turnstream.batching.packing.balance import balance, largest_part
+from turnstream.batching.packing.balance import balance
 from turnstream.batching.packing.microbatch import Budget, CostModel
 from turnstream.batching.rows.assemble import take_rows
 from turnstream.batching.rows.minibatch import cut_ranks, rows_multiple
@@ -52,25 +52,48 @@ def test_case_31_padding_of_a_mini_batch_is_no_row() -> None:
 
 def test_case_32_an_inert_row_is_empty_in_every_column() -> None:
     # The reference copies the other fields of row 0, with uids pad0 and pad1, and flags True.
-    inert = inert_rows([-5, -6], pad_token_id=9, like=rows("aB"))
+    real = rows("aB")
+    inert = inert_rows([-5, -6], pad_token_id=9, like=real)
 
-    assert inert.row_id.tolist() == [-5, -6]
-    assert inert.trajectory_id == ["inert-5/0/0", "inert-6/0/0"]
-    assert inert.group_id == inert.prompt_uid == ["inert-5", "inert-6"]
-    assert inert.status == ["", ""]
-    assert inert.is_padding.all()
-    assert not inert.is_last.any()
-    assert (inert.weight.tolist(), inert.advantage.tolist()) == ([0, 0], [0, 0])
-    assert np.isnan(inert.reward).all()
-    assert inert.prompt_length.tolist() == [1, 1]
-    assert [row.tolist() for row in inert.input_ids] == [[9, 9], [9, 9]]
-    assert [row.tolist() for row in inert.loss_mask] == [[0], [0]]
-    assert [row.tolist() for row in inert.rewards] == [[0], [0]]
-    assert [row.tolist() for row in inert.run_versions] == [[-1], [-1]]
-    assert [row.tolist() for row in inert.run_counts] == [[1], [1]]
-    assert inert.trajectory_num_tokens.tolist() == inert.group_num_tokens.tolist() == [0, 0]
-    assert inert.logprobs is not None
-    assert inert.logprobs.values.tolist() == [0, 0]
+    empty: dict[str, Any] = {
+        "row_id": [-5, -6],
+        "trajectory_id": ["inert-5/0/0", "inert-6/0/0"],
+        "group_id": ["inert-5", "inert-6"],
+        "prompt_uid": ["inert-5", "inert-6"],
+        "status": ["", ""],
+        **{name: [0, 0] for name in ("sample", "attempt", "sequence_index", "weight")},
+        **{name: [0, 0] for name in ("advantage", "trajectory_num_tokens", "group_num_tokens")},
+        "is_last": [False, False],
+        "is_padding": [True, True],
+        "reward": [None, None],
+        "prompt_length": [1, 1],
+        "input_ids": [[9, 9], [9, 9]],
+        **{name: [[0], [0]] for name in ("loss_mask", "logprobs", "rewards")},
+        "run_versions": [[-1], [-1]],
+        "run_counts": [[1], [1]],
+        **dict.fromkeys(("advantages", "token_weights", "operations"), None),
+        "extras": {},
+    }
+    found = {name: getattr(inert, name) for name in Rows.__dataclass_fields__}
+    assert {name: listed(column) for name, column in found.items()} == empty
+    for name, column in found.items():
+        for ours, theirs in zip(arrays(column), arrays(getattr(real, name)), strict=True):
+            assert ours.dtype == theirs.dtype, name
+
+
+def listed(column: Any) -> Any:
+    """Return a column as lists, with None for NaN."""
+    if isinstance(column, Ragged):
+        return [row.tolist() for row in column]
+    if isinstance(column, np.ndarray):
+        return [None if value != value else value for value in column.tolist()]
+    return column
+
+
+def arrays(column: Any) -> list[np.ndarray[Any, Any]]:
+    if isinstance(column, np.ndarray):
+        return [column]
+    return [column.values, column.offsets] if isinstance(column, Ragged) else []
 
 
 def test_case_32_three_rows_become_five_and_real_ones_stay() -> None:
@@ -81,22 +104,6 @@ def test_case_32_three_rows_become_five_and_real_ones_stay() -> None:
 
     assert padded.is_padding.tolist() == [False] * 3 + [True] * 2
     assert_same(take_rows(padded, range(3)), take_rows(batch, range(3)))
-
-
-def test_case_32_inert_rows_have_the_types_of_real_ones() -> None:
-    (_, padded) = shares(rows("abC"), 2)
-    real = rows("abC")
-
-    for name in Rows.__dataclass_fields__:
-        ours, theirs = getattr(padded, name), getattr(real, name)
-        for found, expected in zip(_arrays(ours), _arrays(theirs), strict=True):
-            assert found.dtype == expected.dtype, name
-
-
-def _arrays(column: Any) -> list[np.ndarray[Any, Any]]:
-    if isinstance(column, np.ndarray):
-        return [column]
-    return [column.values, column.offsets] if hasattr(column, "offsets") else []
 
 
 def test_case_32_inert_row_has_only_dummy_routes() -> None:
@@ -124,16 +131,14 @@ def test_case_32_inert_rows_have_zeros_in_optional_columns_of_the_others() -> No
     assert (without.logprobs, without.advantages, without.token_weights) == (None, None, None)
 
 
-def test_case_32_without_padding_the_only_rank_gets_the_same_object() -> None:
+def test_only_rank_gets_the_same_object_or_one_inert_row() -> None:
     # As in the reference, which notes a pad_size of 0.
     assert rank_share(FIVE, dp_rank=0, dp_world_size=1, **CUT) is FIVE
-
-
-def test_a_mini_batch_without_rows_gives_every_rank_an_inert_one() -> None:
     empty = take_rows(FIVE, [])
-
-    assert [part.is_padding.tolist() for part in shares(empty, 3)] == [[True]] * 3
-    assert [part.is_padding.tolist() for part in shares(empty, 1)] == [[True]]
+    for num_ranks in (1, 3):
+        assert [part.is_padding.tolist() for part in shares(empty, num_ranks)] == [
+            [True]
+        ] * num_ranks
 
 
 def test_ids_of_inert_rows_differ_in_all_that_names_them() -> None:
@@ -159,43 +164,23 @@ def test_every_row_is_on_one_rank_of_equally_many_rows(lengths: list[int], world
     assert max(len(lengths), 1) <= num_padded < max(len(lengths), 1) + world
 
 
-def test_ranks_are_cut_by_the_better_of_both_methods() -> None:
-    lengths = [18, 19, 25, 1, 13, 2, 1, 13]
+def test_ranks_are_cut_by_cost_and_method_of_the_run() -> None:
+    lengths = [100, 60, 59, 41, 10, 10, 10]
+    squares = Budget(limit=0, model="quadratic", a=0.0, b=1.0)
+    for budget, costs in [
+        (Budget(limit=0), [*lengths, 2]),  # the last one is an inert row
+        (squares, [length**2 for length in (*lengths, 2)]),
+        (replace(squares, balancing="longest_first"), [length**2 for length in (*lengths, 2)]),
+        (Budget(limit=0, balancing="none"), lengths),
+    ]:
+        found = cut_ranks(np.array(lengths), dp_world_size=2, budget=budget)
 
-    ranks = cut_ranks(np.array(lengths), dp_world_size=2)
-    greedy = balance(lengths, num_parts=2, method="longest_first", equal_count=True)
-
-    assert largest_part(greedy, lengths) == 51
-    assert largest_part(ranks, lengths) == 46
-
-
-def test_ranks_are_cut_by_cost_and_not_by_tokens_alone() -> None:
-    lengths = [100, 60, 59, 41, 10, 10, 10, 10]
-    squares = [length**2 for length in lengths]
-    budget = Budget(limit=0, model="quadratic", a=0.0, b=1.0)
-
-    by_tokens = cut_ranks(np.array(lengths), dp_world_size=2)
-    by_cost = cut_ranks(np.array(lengths), dp_world_size=2, budget=budget)
-
-    assert largest_part(by_tokens, squares) == 11_881
-    assert largest_part(by_cost, squares) == 10_300
-
-
-def test_ranks_are_cut_by_the_method_of_the_run() -> None:
-    lengths = np.array([18, 19, 25, 1, 13, 2, 1])
-
-    greedy = cut_ranks(lengths, dp_world_size=2, budget=Budget(limit=0, balancing="longest_first"))
-    consecutive = cut_ranks(lengths, dp_world_size=2, budget=Budget(limit=0, balancing="none"))
-
-    assert greedy == sorted(
-        map(sorted, balance([*lengths, 2], num_parts=2, method="longest_first", equal_count=True))
-    )
-    assert consecutive == [[0, 1, 2, 3], [4, 5, 6, 7]]  # 7 is an inert row
+        parts = balance([*costs, 2][:8], num_parts=2, method=budget.balancing, equal_count=True)
+        assert found == sorted(map(sorted, parts))
 
 
 def test_rows_divide_by_the_least_common_multiple_and_not_by_the_largest() -> None:
     assert rows_multiple(dp_world_size=8) == 8
-    assert rows_multiple(dp_world_size=8, mini_batch_rows=12) == 24
     for sizes in ({"mini_batch_rows": 0}, {"passes_multiple_of": 0}):
         with pytest.raises(BatchingError, match="each must be at least 1"):
             rows_multiple(dp_world_size=8, **sizes)

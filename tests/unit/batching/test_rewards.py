@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,15 +18,7 @@ from turnstream.batching.scoring.rewards import (
 )
 from turnstream.batching.scoring.token_advantages import rewards_on_last_token
 from turnstream.errors import BatchingError
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"), [("outcome", 1.0), ("sum_of_turns", 0.75), ("last_turn", 0.5)]
-)
-def test_the_reward_comes_from_its_declared_source(source: RewardSource, expected: float) -> None:
-    trajectory = sealed(turns=[shape(), shape()], turn_rewards=[0.25, 0.5])
-
-    assert trajectory_reward(trajectory, source=source) == expected
+from turnstream.types import SealedTrajectory
 
 
 def test_case_36_reward_of_an_earlier_turn_counts_in_the_sum_only() -> None:
@@ -60,13 +53,6 @@ def test_sum_of_turn_rewards_is_compared(source: RewardSource, expected: list[fl
     assert sum(expected) - 1.0 == planned_reward(trajectory, penalised)
 
 
-def test_components_are_planned_as_their_weighted_sum() -> None:
-    of = replace(config(), estimator="gdpo", component_weights=(("a", 2.0), ("b", 0.5)))
-    trajectory = replace(sealed(reward=None), reward_components={"a": 1.0, "b": 3.0, "c": 9.0})
-
-    assert planned_reward(trajectory, of) == 3.5
-
-
 def test_case_34_a_scalar_stands_on_the_last_response_token() -> None:
     placed = rewards_on_last_token(np.array([1, 0.5]), lengths_B=np.array([3, 1]))
 
@@ -83,67 +69,67 @@ def test_case_34_scalar_of_an_empty_response_must_be_zero() -> None:
     assert [row.tolist() for row in nothing] == [[1.0], []]
 
 
-@pytest.mark.parametrize(
-    "turn_rewards", [[math.inf, -math.inf], [1.7e308, 1.7e308], [math.nan, 1.0]]
-)
-def test_turns_whose_rewards_have_no_sum_are_named_and_stop_no_plan(
-    turn_rewards: list[float],
-) -> None:
-    # An exact sum of these raises: the planner would have failed at this event again and again.
-    trajectory = sealed(turns=[shape(), shape()], turn_rewards=turn_rewards)
-
-    problem = reward_problem(trajectory, replace(config(), reward_source="sum_of_turns"))
-
-    assert problem == "has a reward of nan"
+OF_COMPONENTS: dict[str, Any] = {"estimator": "gdpo", "component_weights": (("a", 2.0), ("b", 0.5))}
+OF_HUGE = {**OF_COMPONENTS, "component_weights": (("a", 1e300), ("b", -1e300))}
+BY_TURNS = {"reward_source": "sum_of_turns"}
+WEIGHED = {"estimator": "opo", "baseline_weight": "w"}
+NONE_IN_TURNS = "has an outcome reward of 1.0 and none in its turns"
+NO_REWARD = "has no reward, which reward_source='outcome' needs"
 
 
-def test_components_whose_weighted_sum_is_no_number_are_named() -> None:
-    of = replace(config(), estimator="gdpo", component_weights=(("a", 1e300), ("b", -1e300)))
-    trajectory = replace(sealed(), reward_components={"a": 1e20, "b": 1e20})
-
-    assert reward_problem(trajectory, of) == "has a reward of nan"
+def with_turns(reward: float | None, *turn_rewards: float) -> SealedTrajectory:
+    return sealed(reward=reward, turns=[shape()] * len(turn_rewards), turn_rewards=turn_rewards)
 
 
 @pytest.mark.parametrize(
-    ("metrics", "problem"),
+    ("settings", "trajectory", "problem"),
     [
-        ({"w": 0.0}, ""),
-        ({"w": 2.5}, ""),
-        ({"v": 1.0}, "has no metric 'w', which baseline_weight='w' needs"),
-        ({"w": -0.5}, "has a weight of -0.5 as its metric 'w'"),
-        ({"w": math.inf}, "has a weight of inf as its metric 'w'"),
-        ({"w": math.nan}, "has a weight of nan as its metric 'w'"),
+        # An exact sum of these raises: the planner would have failed at this event again and again.
+        (BY_TURNS, with_turns(1.0, math.inf, -math.inf), "has a reward of nan"),
+        (BY_TURNS, with_turns(1.0, 1.7e308, 1.7e308), "has a reward of nan"),
+        (BY_TURNS, with_turns(1.0, math.nan, 1.0), "has a reward of nan"),
+        (
+            OF_HUGE,
+            replace(sealed(), reward_components={"a": 1e20, "b": 1e20}),
+            "has a reward of nan",
+        ),
+        (WEIGHED, sealed(metrics={"w": 0.0}), ""),
+        (WEIGHED, sealed(metrics={"w": 2.5}), ""),
+        (
+            WEIGHED,
+            sealed(metrics={"v": 1.0}),
+            "has no metric 'w', which baseline_weight='w' needs",
+        ),
+        *[
+            (WEIGHED, sealed(metrics={"w": w}), f"has a weight of {w} as its metric 'w'")
+            for w in (-0.5, math.inf, math.nan)
+        ],
+        # Case 27: it would have counted as 0. The reference refuses a batch with both kinds.
+        *[
+            (
+                {"reward_source": source},
+                with_turns(1.0, 0.0, 0.0),
+                f"{NONE_IN_TURNS}, which reward_source={source!r} reads",
+            )
+            for source in ("sum_of_turns", "last_turn")
+        ],
+        *[
+            (BY_TURNS, with_turns(reward, 0.0, last), "")
+            for reward, last in [(None, 0.0), (0.0, 0.0), (1.0, 1.0)]
+        ],
+        ({}, with_turns(None, 1.0), NO_REWARD),
     ],
 )
-def test_trajectory_without_a_weight_for_the_baseline_is_named(
-    metrics: dict[str, float], problem: str
+def test_reward_that_cannot_be_compared_has_its_reason(
+    settings: dict[str, Any], trajectory: SealedTrajectory, problem: str
 ) -> None:
-    of = replace(config(), estimator="opo", baseline_weight="w")
-
-    assert reward_problem(sealed(metrics=metrics), of) == problem
+    assert reward_problem(trajectory, replace(config(), **settings)) == problem
 
 
-@pytest.mark.parametrize("source", ["sum_of_turns", "last_turn"])
-def test_case_27_outcome_reward_without_turn_rewards_is_refused_for_turns(
-    source: RewardSource,
-) -> None:
-    # It would have counted as 0. The reference refuses a batch with both kinds, in either order.
-    of = replace(config(), reward_source=source)
-    turns = [shape(), shape()]
+def test_components_are_planned_as_their_weighted_sum() -> None:
+    trajectory = replace(sealed(reward=None), reward_components={"a": 1.0, "b": 3.0, "c": 9.0})
 
-    outcome = sealed(reward=1.0, turns=turns, turn_rewards=[0.0, 0.0])
-
-    assert reward_problem(outcome, of) == (
-        f"has an outcome reward of 1.0 and none in its turns, which reward_source={source!r} reads"
-    )
-    for reward, of_turns in [(None, [0.0, 0.0]), (0.0, [0.0, 0.0]), (1.0, [0.0, 1.0])]:
-        assert reward_problem(sealed(reward=reward, turns=turns, turn_rewards=of_turns), of) == ""
-
-
-def test_case_27_turn_rewards_without_an_outcome_are_refused_for_outcomes() -> None:
-    turns = sealed(reward=None, turns=[shape()], turn_rewards=[1.0])
-
-    assert reward_problem(turns, config()) == "has no reward, which reward_source='outcome' needs"
+    assert planned_reward(trajectory, replace(config(), **OF_COMPONENTS)) == 3.5
 
 
 def test_case_40_rewards_within_the_tolerance_are_equal() -> None:

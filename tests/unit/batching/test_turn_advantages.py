@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import ZERO_VARIANCE, config, sealed, shape, turn
-from testkit.planning import Payload, plan, stored_group
+from testkit.planning import plan, stored_group
 from testkit.shares import budgeted_passes, rank_share
 from testkit.strategies import chains, trees
 from turnstream.batching.config import BatchingConfig
@@ -31,20 +31,6 @@ from turnstream.errors import InvalidTurnError
 from turnstream.types import Rows, SealedTrajectory, Status, Turn, VersionRun
 
 GIGPO = replace(config(), estimator="gigpo", turn_discount=0.5, divide_by_std=False)
-
-
-def branching_group(**fields: Any) -> tuple[ReadyGroup, Payload]:
-    """Sample 0 continues its first turn twice; sample 1 has a new context in its second.
-
-    Rows: ab CD x E | abcdy F, then ab G | zz HI.
-    """
-    first = turn("ab", "CD", anchor="s")
-    return stored_group(
-        [first, turn("abcdx", "E", anchor="t"), turn("abcdy", "F", anchor="u")],
-        [turn("ab", "G", anchor="s"), turn("zz", "HI", anchor="t")],
-        rewards=[1.0, 0.0],
-        **fields,
-    )
 
 
 def test_only_trajectory_of_a_group_compares_its_own_turns() -> None:
@@ -74,7 +60,7 @@ def test_a_member_whose_reward_is_left_out_is_in_no_comparison() -> None:
     assert [own.tolist() for own in rows.advantages] == [[1.0], [0.0], [0.0], [-1.0]]
 
 
-def test_tokens_that_the_plan_masks_have_none() -> None:
+def test_tokens_that_the_plan_masks_have_none_and_are_in_no_mean() -> None:
     old = turn("ab", "C", anchor="s", version=3)
     new = turn("abc", "D", anchor="t", version=4)
     ready, payload = stored_group([old, new], [new], rewards=[1.0, 0.0])
@@ -82,34 +68,22 @@ def test_tokens_that_the_plan_masks_have_none() -> None:
         ready.members[0], turn_versions=((VersionRun(3, 1),), (VersionRun(4, 1),)), oldest_version=3
     )
     ready = replace(ready, members=(mixed, ready.members[1]))
+    normalised = replace(GIGPO, normalize_advantages="batch")
 
     manifest = plan(ready, of=GIGPO, masked_versions=(3,))
     rows = assemble_rows(manifest.groups, payload, first_row_id=0, masked_versions=(3,))
+    masked = plan(ready, of=normalised, masked_versions=(3,)).groups[0].trajectories
+    whole = plan(ready, of=normalised).groups[0].trajectories
 
     assert rows.advantages is not None
     assert [own.tolist() for own in rows.advantages] == [[0.0, 1.0], [-1.0]]
-
-
-def test_normalised_turns_have_no_mean_of_tokens_that_the_plan_masks() -> None:
-    old = turn("ab", "C", anchor="s", version=3)
-    new = turn("abc", "D", anchor="t", version=4)
-    ready, _ = stored_group([old, new], [new], rewards=[1.0, 0.0])
-    mixed = replace(
-        ready.members[0], turn_versions=((VersionRun(3, 1),), (VersionRun(4, 1),)), oldest_version=3
-    )
-    ready = replace(ready, members=(mixed, ready.members[1]))
-    of = replace(GIGPO, normalize_advantages="batch")
-
-    masked = plan(ready, of=of, masked_versions=(3,)).groups[0].trajectories
-    whole = plan(ready, of=of).groups[0].trajectories
-
     # Without masked tokens the turns have 0.5, 1.0 and -1.0.
     assert [t.turn_advantages[-1] for t in masked] == pytest.approx([1.0, -1.0])
     assert [t.turn_advantages[-1] for t in whole] == pytest.approx([0.980581, -1.372813])
 
 
 def test_other_estimators_have_none_per_turn() -> None:
-    ready, payload = branching_group()
+    ready, payload = stored_group([turn("ab", "CD", anchor="s")], rewards=[1.0])
 
     manifest = plan(ready)
 
@@ -327,6 +301,7 @@ def test_every_layout_rank_and_pass_has_what_loops_over_turns_give(
 def test_an_anchor_is_the_same_64_bits_in_any_language(anchor: Any, kept: int | None) -> None:
     assert anchor_hash(anchor) == kept
     assert anchor_hash(anchor_hash(anchor)) == kept
+    assert [own.anchor for own in store_turns([turn("a", "B", anchor=anchor)])] == [kept]
 
 
 @pytest.mark.parametrize(
@@ -343,9 +318,3 @@ def test_an_anchor_is_the_same_64_bits_in_any_language(anchor: Any, kept: int | 
 def test_invalid_anchor_is_refused_with_its_value(anchor: Any, says: str) -> None:
     with pytest.raises(InvalidTurnError, match=f"^anchor: {says}"):
         anchor_hash(anchor)
-
-
-def test_turns_are_stored_with_the_hash_of_their_anchors() -> None:
-    stored = store_turns([turn("a", "B", anchor="room 3"), turn("ab", "C")])
-
-    assert [each.anchor for each in stored] == [0xCE7E7C3D821BD771, None]
