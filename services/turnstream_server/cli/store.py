@@ -168,7 +168,7 @@ def plot(
     from turnstream_server.trainer.reporting.plot import plot_metrics
 
     found = read_metrics(source, redis_url=store_url(redis))
-    plot_metrics(found.steps, out, title=source, source=found.source)
+    plot_metrics(found.steps, out, title=source)
     num_steps = len(found.steps)
     facts = {"file": str(out), "metrics": found.source, "num_steps": num_steps}
     say(f"{out} shows {num_steps:,} steps of {found.source}", as_json=as_json, **facts)

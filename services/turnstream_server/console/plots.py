@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+from urllib.parse import unquote, urlsplit
 
-from turnstream.store.run.configs import open_run
+from turnstream.errors import InvalidConfigError, RunNotFoundError, StoreUnavailableError
+from turnstream.store.client.connection import connect
+from turnstream.store.client.run_ids import find_run
+from turnstream.store.run.configs import open_run, read_config
+from turnstream.store.run.runs import newest_version
 from turnstream_server.console.store_client import store_client
 from turnstream_server.ledger.queries.batch_facts import reward_curve
-from turnstream_server.trainer.reporting.metrics_files import find_metrics
-from turnstream_server.trainer.reporting.sinks.json_lines import read_steps
+from turnstream_server.settings import mask_password
+from turnstream_server.trainer.reporting.sinks.json_lines import FILE_NAME, read_steps
+
+_ARGUMENT: Final = "FOLDER_OR_RUN"
+
+_JOB_FOLDER: Final = "trainer"
+"""Folder of the trainer in that of a job, such as the demo."""
 
 
 class StepMetrics(NamedTuple):
@@ -27,10 +38,50 @@ def read_metrics(source: str, *, redis_url: str) -> StepMetrics:
     Args:
         source: folder of a trainer or of a job, a file of metrics, or a run.
         redis_url: store of the run.
+
+    Raises:
+        InvalidConfigError: there is no such folder or run, or it has no complete step.
     """
     path = find_metrics(source, redis_url=redis_url)
     if path is not None:
-        return StepMetrics(str(path), read_steps(path))
-    with store_client(redis_url) as client:
-        steps = reward_curve(client, open_run(client, source))
-    return StepMetrics(f"the batches of run {source}", steps)
+        found = StepMetrics(str(path), read_steps(path))
+    else:
+        with store_client(redis_url) as client:
+            steps = reward_curve(client, open_run(client, source))
+        found = StepMetrics(f"the batches of run {source}", steps)
+    if not found.steps:
+        raise InvalidConfigError(_ARGUMENT, f"{found.source} has no complete step yet")
+    return found
+
+
+def find_metrics(source: str, *, redis_url: str) -> Path | None:
+    """Return the file of metrics of a training; None for a run without one on this machine."""
+    path = Path(source)
+    if path.is_file():
+        return path
+    if not path.exists():
+        folder = _trainer_of(source, redis_url)
+        found = None if folder is None else folder / FILE_NAME
+        return found if found is not None and found.is_file() else None
+    folders = [path, path / _JOB_FOLDER]
+    for folder in folders:
+        if (folder / FILE_NAME).is_file():
+            return folder / FILE_NAME
+    tried = " or ".join(str(folder / FILE_NAME) for folder in folders)
+    raise InvalidConfigError(_ARGUMENT, f"{source} has no metrics: there is no file {tried}")
+
+
+def _trainer_of(run: str, redis_url: str) -> Path | None:
+    """Return the folder of the trainer that announced the newest weights of a run, or None."""
+    store = mask_password(redis_url)
+    try:
+        with connect(redis_url) as client:
+            run_id = find_run(client, run)
+            read_config(client, run_id)  # else a run that does not exist has no version
+            newest = newest_version(client, run_id)
+    except (InvalidConfigError, RunNotFoundError, StoreUnavailableError) as error:
+        message = f"{run!r} is neither a folder nor a run of {store}: {error}"
+        raise InvalidConfigError(_ARGUMENT, message) from error
+    address = urlsplit(newest.weights_uri if newest else "")
+    path = Path(unquote(address.path))
+    return path.parents[1] if address.scheme == "file" and len(path.parents) > 1 else None

@@ -24,6 +24,7 @@ from turnstream.errors import InvalidConfigError
 from turnstream.generator import Publisher
 from turnstream.store.run.runs import close_run, newest_version
 from turnstream.types import Group, RecoveryToken, TrajectoryState
+from turnstream_server.console.plots import find_metrics
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.ledger.queries.ledger import read_ledger
 from turnstream_server.models.policy import load_policy
@@ -32,7 +33,6 @@ from turnstream_server.trainer import publishing
 from turnstream_server.trainer.checkpoint import Checkpoint, Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
-from turnstream_server.trainer.reporting.metrics_files import find_metrics
 from turnstream_server.trainer.reporting.sinks.json_lines import read_steps
 from turnstream_server.trainer.service import train
 

@@ -1,13 +1,39 @@
-"""The use of the device by a step: MFU and memory, on CUDA alone."""
+"""The use of the device by a step: MFU and memory, on CUDA alone.
+
+Model FLOPs utilization (MFU, arXiv:2204.02311) is the share of the peak rate that the model itself
+uses. Padding and recomputation add nothing to it.
+"""
 
 from __future__ import annotations
 
-from typing import cast
+import re
+from typing import Final, NamedTuple, cast
 
 import torch
 from transformers import PreTrainedModel
 
-from turnstream_server.trainer.reporting.flops import ModelShape, peak_flops, training_flops
+_PEAK_FLOPS: Final = {
+    "A10": 125e12,
+    "A30": 165e12,
+    "A40": 149.7e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H20": 148e12,
+    "H100": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H200": 989e12,
+    "H800": 989e12,
+    "L4": 121e12,
+    "L40": 181e12,
+    "L40S": 362e12,
+    "RTX 3090": 71e12,
+    "RTX 4090": 165.2e12,
+    "RTX A6000": 154.8e12,
+}
+"""FLOP/s in bfloat16 without sparsity, from the data sheets, by words of the device's name."""
 
 
 class DeviceUse:
@@ -57,3 +83,51 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         num_layers=config.num_hidden_layers,
         attention_width=config.num_attention_heads * width,
     )
+
+
+class ModelShape(NamedTuple):
+    """The sizes of a model that its FLOPs depend on.
+
+    Attributes:
+        num_parameters: those of matrix products, so without a table of input embeddings.
+        num_layers: layers with attention.
+        attention_width: heads times width of a head.
+    """
+
+    num_parameters: int
+    num_layers: int
+    attention_width: int
+
+
+def training_flops(shape: ModelShape, num_tokens: float, squared_lengths: float) -> float:
+    """Return the FLOPs of forward and backward passes over rows, without padding.
+
+    Each token costs 6 per parameter. In each layer, attention adds 12 per token, per position of
+    its row and per element of the attention width (arXiv:2204.02311, appendix B). The causal mask
+    is not deducted, as usual.
+
+    Args:
+        shape: sizes of the model.
+        num_tokens: sum of the lengths of the rows.
+        squared_lengths: sum of the squares of the lengths of the rows.
+
+    >>> training_flops(ModelShape(1_000, 2, 8), 10, 52)
+    69984.0
+    """
+    attention = 12 * shape.num_layers * shape.attention_width * squared_lengths
+    return float(6 * shape.num_parameters * num_tokens + attention)
+
+
+def peak_flops(device: str) -> float | None:
+    """Return the peak FLOP/s of a device by its name in CUDA; None if it is not in the table.
+
+    The entry with the most words in the name counts.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("NVIDIA H100 PCIe")
+    (989000000000000.0, 756000000000000.0)
+    >>> peak_flops("NVIDIA GeForce GTX 1080") is None
+    True
+    """
+    words = set(re.split(r"[\s-]+", device))
+    known = [name for name in _PEAK_FLOPS if words.issuperset(name.split())]
+    return _PEAK_FLOPS[max(known, key=lambda name: len(name.split()))] if known else None

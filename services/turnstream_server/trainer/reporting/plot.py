@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from turnstream.errors import InvalidConfigError
 from turnstream.optional import from_extra
-from turnstream_server.trainer.reporting.metrics_files import ARGUMENT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,16 +51,13 @@ PANELS: Final = (
 )
 
 
-def plot_metrics(steps: Sequence[Mapping[str, Any]], out: Path, *, title: str, source: str) -> None:
-    """Draw the metrics of some steps as a PNG image; `source` names them in the error.
+def plot_metrics(steps: Sequence[Mapping[str, Any]], out: Path, *, title: str) -> None:
+    """Draw the metrics of some steps as a PNG image.
 
     Raises:
-        InvalidConfigError: there is no step.
         MissingExtraError: matplotlib is not installed.
         OSError: the image cannot be written.
     """
-    if not steps:
-        raise InvalidConfigError(ARGUMENT, f"{source} has no complete step yet")
     draw(steps, title=title).savefig(out, format="png")
 
 

@@ -24,7 +24,7 @@ from turnstream_server.trainer.reporting.sinks.live_table import (
     LiveTable,
     steps_table,
 )
-from turnstream_server.trainer.reporting.sinks.opening import open_sinks
+from turnstream_server.trainer.reporting.sinks.sinks import open_sinks
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,8 @@ import pytest
 from matplotlib.image import imread
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.console.plots import read_metrics
-from turnstream_server.trainer.reporting.metrics_files import find_metrics
+from turnstream_server.console.plots import find_metrics, read_metrics
 from turnstream_server.trainer.reporting.plot import draw, plot_metrics, running_mean
-from turnstream_server.trainer.reporting.sinks.json_lines import read_steps
 
 AWAY = "redis://127.0.0.1:1"
 
@@ -51,7 +49,7 @@ def test_a_panel_without_values_has_a_note() -> None:
 def test_plot_is_an_image_of_the_size_of_a_page(tmp_path: Path) -> None:
     out = tmp_path / "plot.png"
 
-    plot_metrics([step(1)], out, title="a $title [x", source="metrics.jsonl")
+    plot_metrics([step(1)], out, title="a $title [x")
 
     assert imread(out).shape[:2] == (975, 1500)
 
@@ -129,5 +127,4 @@ def test_a_file_without_a_complete_step_is_refused(tmp_path: Path) -> None:
     path.write_text('{"step": ')
 
     with pytest.raises(InvalidConfigError, match="has no complete step yet"):
-        plot_metrics(read_steps(path), tmp_path / "plot.png", title="", source=str(path))
-    assert not (tmp_path / "plot.png").exists()
+        read_metrics(str(path), redis_url=AWAY)

@@ -15,9 +15,8 @@ from turnstream.errors import InvalidConfigError
 from turnstream_server.telemetry.instruments import REGISTRY
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.reporting.sinks.json_lines import JsonLines, read_steps
-from turnstream_server.trainer.reporting.sinks.opening import open_sinks
 from turnstream_server.trainer.reporting.sinks.prometheus import Prometheus
-from turnstream_server.trainer.reporting.sinks.sink import Sinks
+from turnstream_server.trainer.reporting.sinks.sinks import Sinks, open_sinks
 
 
 class FullDisk:

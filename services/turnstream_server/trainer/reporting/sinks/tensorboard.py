@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from turnstream.optional import from_extra
 from turnstream_server.trainer.reporting.declarations import numbers
-from turnstream_server.trainer.reporting.sinks.packages import needs
 
 
 class TensorBoard:
@@ -23,7 +23,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, *, from_step: int) -> None:
-        with needs("tensorboard"):
+        with from_extra("tensorboard", needed_by="--tensorboard", distribution="turnstream-server"):
             from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=from_step + 1)

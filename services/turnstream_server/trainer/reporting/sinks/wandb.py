@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from turnstream.errors import InvalidConfigError
+from turnstream.optional import from_extra
 from turnstream_server.trainer.reporting.declarations import BY_NAME, numbers
-from turnstream_server.trainer.reporting.sinks.packages import needs
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Wandb:
     """
 
     def __init__(self, project: str, *, run: str, folder: Path) -> None:
-        with needs("wandb"):
+        with from_extra("wandb", needed_by=OPTION, distribution="turnstream-server"):
             import wandb
 
         try:
