@@ -22,9 +22,9 @@ from turnstream_server.operations.age import encrypt_folder
 from turnstream_server.operations.contents import ForwardBackwardRun
 from turnstream_server.operations.log import Run
 from turnstream_server.operations.models import ModelRecord
-from turnstream_server.trainer.optimizer import StepReport
 from turnstream_server.trainer.passes import Turns
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
+from turnstream_server.trainer.reports import StepReport
 from turnstream_server.trainer.settings import AdamSettings
 
 logger = logging.getLogger(__name__)

@@ -66,8 +66,8 @@ def train_mini_batch(
         "trajectories:sum": float(info.denominators.num_trajectories),
         "step:max": float(info.step),
         "padding_share:mean": info.padding_share,
-        "clipped_share:mean": report.clipped_share,
-        "kl:mean": report.kl,
+        "clipped_share:mean": report.statistics["clipped_share"],
+        "kl:mean": report.statistics["kl"],
     }
     return RunReport(info.is_last, metrics, trajectory_rewards(mini_batch.rows))
 

@@ -13,22 +13,26 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from turnstream.errors import UnknownFormatError
+from turnstream.errors import InvalidConfigError, UnknownFormatError
 from turnstream.records.framing import check_format
 from turnstream.types import RecoveryToken
 from turnstream_server.failpoints import failpoint
 from turnstream_server.models.folders import new_folder, remove_folder, remove_unfinished
 from turnstream_server.trainer.engine import Engine, WriteWeights
+from turnstream_server.trainer.optimizer import Optimizer
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
-from turnstream_server.trainer.shards import read_shards, write_shards
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +97,7 @@ class Checkpoints:
         random_states = self._ranks.gather(_random_state())
         with self._shared_folder(target) as written:
             if engine.is_sharded:
-                write_shards(written, engine.optimizers)
+                _write_shards(written, engine.optimizers)
                 failpoint("checkpoint.after_shards")
             if self._ranks.is_first:
                 _write(written, engine, token, random_states)
@@ -107,7 +111,7 @@ class Checkpoints:
         device = engine.model.device
         state = torch.load(checkpoint.folder / _STATE, map_location=device, weights_only=True)
         if checkpoint.is_sharded:
-            read_shards(checkpoint.folder, engine.optimizers)
+            _read_shards(checkpoint.folder, engine.optimizers)
         engine.load_state_dict(state["engine"])
         if self._ranks.rank < len(state["random"]):
             _set_random_state(state["random"][self._ranks.rank])
@@ -150,22 +154,15 @@ class Checkpoints:
                 logger.warning("checkpoints: ignored %s, which is partial: %s", folder, error)
 
 
-class WeightsFolder:
-    """The weights that a trainer publishes for generators, a folder for each version."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder.resolve()
-        remove_unfinished(self._folder)
-
-    def publish(self, write: WriteWeights, *, version: int) -> str:
-        """Write the weights of a version, remove the oldest, and return the new folder's URI."""
-        target = self._folder / f"v{version}"
-        with new_folder(target) as written:
-            write(written)
-        folders = sorted(self._folder.glob("v[0-9]*"), key=lambda folder: int(folder.name[1:]))
-        for folder in folders[:-NUM_VERSIONS]:
-            remove_folder(folder)
-        return target.as_uri()
+def publish_weights(folder: Path, write: WriteWeights, *, version: int) -> str:
+    """Write the weights of a version, remove the oldest, and return the new folder's URI."""
+    target = folder.resolve() / f"v{version}"
+    with new_folder(target) as written:
+        write(written)
+    folders = sorted(target.parent.glob("v[0-9]*"), key=lambda folder: int(folder.name[1:]))
+    for old in folders[:-NUM_VERSIONS]:
+        remove_folder(old)
+    return target.as_uri()
 
 
 def _write(
@@ -208,3 +205,58 @@ def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["cpu"].cpu())
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"][0].cpu())
+
+
+def _write_shards(folder: Path, optimizers: Mapping[str, Optimizer]) -> None:
+    """Write the shards of all ranks into an existing folder; all ranks call it."""
+    shards = {owner: each.shards() for owner, each in optimizers.items()}
+    save(_named(shards), checkpoint_id=folder, no_dist=False)
+
+
+def _read_shards(folder: Path, optimizers: Mapping[str, Optimizer]) -> None:
+    """Restore weights and moments from shards of any number of ranks; all ranks call it.
+
+    Raises:
+        InvalidConfigError: the shards are those of other models.
+    """
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    _require_equal(folder, optimizers, stored)
+    shards = {
+        owner: each.make_shards(_keys(stored, owner=owner)) for owner, each in optimizers.items()
+    }
+    load(_named(shards), checkpoint_id=folder)
+
+
+def _named(shards: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{owner}/{key}": each for owner, own in shards.items() for key, each in own.items()}
+
+
+def _keys(names: Iterable[str], *, owner: str) -> list[str]:
+    """Return the keys of one optimizer.
+
+    >>> _keys(["critic/step/head.bias", "policy/step/norm.weight"], owner="critic")
+    ['step/head.bias']
+    """
+    return [name.removeprefix(f"{owner}/") for name in names if name.startswith(f"{owner}/")]
+
+
+def _require_equal(
+    folder: Path, optimizers: Mapping[str, Optimizer], stored: Mapping[str, Any]
+) -> None:
+    for owner, optimizer in optimizers.items():
+        own = {key: each.shape for key, each in optimizer.shards().items() if _is_weight(key)}
+        found = {
+            key: stored[f"{owner}/{key}"].size
+            for key in _keys(stored, owner=owner)
+            if _is_weight(key)
+        }
+        for key in sorted({*own, *found}):
+            if own.get(key) != found.get(key):
+                name = key.removeprefix("weight/")
+                message = f"{name} is {own.get(key)}, and {found.get(key)} in {folder}"
+                option = "--policy" if owner == "policy" else "--critic"
+                raise InvalidConfigError(option, message)
+
+
+def _is_weight(key: str) -> bool:
+    return key.startswith("weight/")

@@ -14,7 +14,7 @@ import typer
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.spec import AdapterConfig, SmallModelSpec, layer_switches
 from turnstream_server.options import Dump, Redis, Threads, split_address
-from turnstream_server.trainer.combinations import critic_problems, require, trainer_problems
+from turnstream_server.trainer.combinations import check_critic, check_trainer
 from turnstream_server.trainer.critic.config import CriticConfig
 from turnstream_server.trainer.objectives.config import DEFAULT_LOSS, ObjectiveConfig
 from turnstream_server.trainer.settings import (
@@ -293,8 +293,8 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         # Raise for invalid values.
         _ = self.adam, self.rate_schedule, self.adapter, self.critic_config
-        require(critic_problems(self.objective, has_critic=self.critic is not None))
-        require(trainer_problems(self))
+        check_critic(self.objective, has_critic=self.critic is not None)
+        check_trainer(self)
         require_one_of("layout", self.layout, get_args(Layout))
         require_one_of("parallel", self.parallel, get_args(Parallel))
         require_one_of("dtype", self.dtype, get_args(Dtype))

@@ -25,7 +25,7 @@ from turnstream.errors import InvalidConfigError
 from turnstream.types import MiniBatch
 from turnstream.worker import PulledMiniBatch
 from turnstream_server.models.sharding import is_sharded, whole_state, whole_weights
-from turnstream_server.trainer.combinations import critic_problems, require
+from turnstream_server.trainer.combinations import check_critic
 from turnstream_server.trainer.critic.critic import Critic
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
@@ -36,10 +36,10 @@ from turnstream_server.trainer.objectives.scores import (
     token_scores,
 )
 from turnstream_server.trainer.operations import OperationLoss, OperationReport, run_passes
-from turnstream_server.trainer.optimizer import Optimizer, Schedule, StepReport
+from turnstream_server.trainer.optimizer import Optimizer, Schedule
 from turnstream_server.trainer.passes import Passes, Turns, last_value
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
-from turnstream_server.trainer.reports import LossReport, UpdateReport
+from turnstream_server.trainer.reports import LossReport, StepReport, UpdateReport
 from turnstream_server.trainer.settings import AdamSettings, Layout, ScheduleSettings
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Engine:
         self._objective = objective or Objective(ObjectiveConfig(), gather=ranks.gather)
         if self._objective.needs_reference and reference is None and adapter is None:
             raise InvalidConfigError("--kl", "there is no reference policy: use --reference")
-        require(critic_problems(self._objective.config, has_critic=critic is not None))
+        check_critic(self._objective.config, has_critic=critic is not None)
         self.model = model
         self._adapter = adapter
         self._passes = Passes(
@@ -221,9 +221,8 @@ class Engine:
             [row for row, _ in done], num_tokens=mini_batch.info.denominators.num_tokens
         )
         num_recomputed_rows = sum(int(missing_B.sum()) for _, missing_B in done)
-        names = ("loss", "ratio", "kl", "clipped_share", "logprob")
         return LossReport(
-            **{name: statistics.pop(name) for name in names},
+            loss=statistics.pop("loss"),
             num_recomputed_rows=sum(self._ranks.gather(num_recomputed_rows)),
             statistics=statistics,
         )

@@ -16,11 +16,11 @@ import functools
 import re
 import ssl
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import httpx2
 
@@ -37,26 +37,12 @@ _CONNECT_TIMEOUT_S: Final = 10.0
 _SHOWN_CHARACTERS: Final = 300
 
 
-class InferenceServer(Protocol):
-    """A server that samples with the weights which it is given."""
+class InferenceServer(ABC):
+    """A server that samples with the weights which it loads: calls, and adapters by version.
 
-    @property
-    def url(self) -> str:
-        """Its address, for messages."""
-        ...
-
-    def load(self, version: int, folder: Path) -> None:
-        """Return once the server samples with the weights in `folder`. Calls can be repeated.
-
-        Raises:
-            UnavailableError: the server was not reached, or asks to try again.
-            RejectedError: the server refused the weights; its reason is the message.
-        """
-        ...
-
-
-class _HttpServer(ABC):
-    """The part that both servers share: calls, and adapters by version."""
+    Attributes:
+        url: its address, for messages.
+    """
 
     def __init__(
         self, url: str, *, adapter: str, api_key: str = "", timeout_s: float = 300.0
@@ -79,7 +65,14 @@ class _HttpServer(ABC):
         self._client: httpx2.Client
 
     def load(self, version: int, folder: Path) -> None:
-        """See InferenceServer. One thread at a time may call it."""
+        """Return once the server samples with the weights in `folder`. Calls can be repeated.
+
+        One thread at a time may call it.
+
+        Raises:
+            UnavailableError: the server was not reached, or asks to try again.
+            RejectedError: the server refused the weights; its reason is the message.
+        """
         with httpx2.Client(
             base_url=self.url,
             headers=self._headers,
@@ -94,7 +87,7 @@ class _HttpServer(ABC):
     def _replace_adapters(self, version: int, folder: Path) -> None:
         """Load the adapter of a version, and unload those whose folders are deleted."""
         loaded = self._loaded_adapters()
-        self._load_adapter(adapter_name(self._adapter, version), folder, loaded)
+        self._load_adapter(f"{self._adapter}-v{version}", folder, loaded)
         for older, name in loaded.items():
             if older <= version - NUM_VERSIONS:
                 with suppress(RejectedError):  # another trainer has unloaded it
@@ -145,7 +138,7 @@ class _HttpServer(ABC):
         return ""
 
 
-class VllmServer(_HttpServer):
+class VllmServer(InferenceServer):
     """vLLM 0.33.0, `vllm serve`.
 
     - A full model uses the paths of its development mode (`VLLM_SERVER_DEV_MODE=1`): `/pause`,
@@ -188,7 +181,7 @@ class VllmServer(_HttpServer):
         return f"; start vLLM with {wanted}"
 
 
-class SglangServer(_HttpServer):
+class SglangServer(InferenceServer):
     """SGLang 0.5.23, `python -m sglang.launch_server`.
 
     - A full model uses `/update_weights_from_disk`, which waits until no request is in progress.
@@ -221,10 +214,7 @@ class SglangServer(_HttpServer):
             raise RejectedError(f"{self.url}{path}: {_shown(str(body))}")
 
 
-_KINDS: Final[Mapping[str, Callable[..., InferenceServer]]] = {
-    "vllm": VllmServer,
-    "sglang": SglangServer,
-}
+_KINDS: Final[Mapping[str, type[InferenceServer]]] = {"vllm": VllmServer, "sglang": SglangServer}
 
 
 def inference_server(
@@ -240,15 +230,6 @@ def inference_server(
     """
     kind, url = parse_push(target)
     return _KINDS[kind](url, adapter=adapter, api_key=api_key, timeout_s=timeout_s)
-
-
-def adapter_name(adapter: str, version: int) -> str:
-    """Return the name of an adapter on a server.
-
-    >>> adapter_name("demo", 7)
-    'demo-v7'
-    """
-    return f"{adapter}-v{version}"
 
 
 def adapter_versions(names: list[str], *, adapter: str) -> dict[int, str]:

@@ -114,11 +114,7 @@ def step_metrics(updates: Sequence[Update], shares: Sequence[StepShare]) -> dict
     newest = [info.newest_version for info in infos if info.newest_version is not None]
     oldest = [info.oldest_version for info in infos if info.oldest_version is not None]
     trained = [info.denominators.num_tokens for info in infos]
-    measured = [
-        {name: getattr(r, name) for name in ("ratio", "kl", "clipped_share", "logprob")}
-        | dict(r.statistics)
-        for r in reports
-    ]
+    measured = [report.statistics for report in reports]
     means = {
         name: sum(each[name] * n for each, n in zip(measured, trained, strict=True))
         / max(1, sum(trained))

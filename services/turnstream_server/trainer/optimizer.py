@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
@@ -16,30 +15,11 @@ from transformers import get_scheduler
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.sharding import whole
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
+from turnstream_server.trainer.reports import StepReport
 from turnstream_server.trainer.settings import AdamSettings, ScheduleSettings
 
 _NUM_NAMED: Final = 3
 """Parameters that a reason names at most."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """Result of one optimizer step.
-
-    Attributes:
-        gradient_norm: before clipping.
-        learning_rate: rate of this step.
-        skip_reason: cause of a skipped step, which changed no weight; "" for an applied one.
-    """
-
-    gradient_norm: float
-    learning_rate: float
-    skip_reason: str = ""
-
-    @property
-    def is_applied(self) -> bool:
-        """Whether the weights have changed."""
-        return not self.skip_reason
 
 
 class Optimizer:

@@ -6,7 +6,8 @@ from contextlib import ExitStack
 
 from turnstream.weights import write_checksums
 from turnstream_server.failpoints import failpoint
-from turnstream_server.trainer.checkpoint import WeightsFolder
+from turnstream_server.models.folders import remove_unfinished
+from turnstream_server.trainer.checkpoint import publish_weights
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import WriteWeights
 from turnstream_server.trainer.inference_servers import inference_server
@@ -25,7 +26,7 @@ class WeightsPublisher:
         self._config = config
         self._access = access
         self._folder = config.folder / "weights"
-        self._weights = WeightsFolder(self._folder)
+        remove_unfinished(self._folder)
         self._servers = [
             inference_server(
                 target,
@@ -61,7 +62,7 @@ class WeightsPublisher:
         there. A server that fails delays the announcement by `push_timeout_s` at most, and never
         prevents it.
         """
-        uri = self._weights.publish(write, version=version)
+        uri = publish_weights(self._folder, write, version=version)
         folder = self._folder.resolve() / f"v{version}"
         if self._base_url:
             write_checksums(folder)

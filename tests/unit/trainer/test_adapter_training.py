@@ -17,7 +17,7 @@ from turnstream_server.models.adapters import Adapter, Adapters
 from turnstream_server.models.policy import load_policy, save_policy
 from turnstream_server.models.spec import AdapterConfig, SmallModelSpec
 from turnstream_server.trainer.building import build_engine
-from turnstream_server.trainer.checkpoint import Checkpoints, WeightsFolder
+from turnstream_server.trainer.checkpoint import Checkpoints, publish_weights
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
@@ -113,7 +113,7 @@ def test_published_adapter_is_what_a_generator_loads(tmp_path: Path) -> None:
     engine = build_engine(_config(tmp_path, learning_rate=0.1))
     engine.update(_batch(0), aggregation="token_mean")
 
-    uri = WeightsFolder(tmp_path / "weights").publish(engine.gather_weights(), version=3)
+    uri = publish_weights(tmp_path / "weights", engine.gather_weights(), version=3)
 
     ids = torch.tensor([[5, 6, 7]])
     published = load_policy(Path(uri.removeprefix("file://")))

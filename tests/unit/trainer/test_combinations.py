@@ -18,7 +18,7 @@ from testkit.training import pulled
 from turnstream.errors import InvalidConfigError
 from turnstream.types import Aggregation, Denominators, Ragged
 from turnstream.worker.tensors import to_torch
-from turnstream_server.trainer.combinations import critic_problems, require
+from turnstream_server.trainer.combinations import check_critic
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
 from turnstream_server.trainer.objectives.parameters import CORRECTIONS, KL_ESTIMATES, LOSSES
@@ -135,7 +135,7 @@ def _expected_refusal(options: Features) -> str:
 def _parsed(options: Features) -> ObjectiveConfig:
     named = {key: value for key, value in options.items() if key not in ("critic", "aggregation")}
     config = ObjectiveConfig.parse(**named)
-    require(critic_problems(config, has_critic=options.get("critic", False)))
+    check_critic(config, has_critic=options.get("critic", False))
     return config
 
 

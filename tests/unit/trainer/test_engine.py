@@ -40,11 +40,11 @@ def test_the_loss_is_the_clipped_one_over_the_shipped_number_of_tokens() -> None
     report = engine.update(mini_batch, aggregation="token_mean")
 
     assert report.loss == pytest.approx(losses.sum() / len(losses), rel=1e-5)
-    assert report.ratio == pytest.approx(ratios.mean(), rel=1e-5)
-    assert report.kl == pytest.approx((ratios - 1 - np.log(ratios)).mean(), rel=1e-4)
-    assert report.clipped_share == ((ratios < 0.8) | (ratios > 1.28)).mean()
-    assert report.logprob == pytest.approx(current.mean(), rel=1e-5)
-    assert 0 < report.clipped_share < 1
+    assert report.statistics["ratio"] == pytest.approx(ratios.mean(), rel=1e-5)
+    assert report.statistics["kl"] == pytest.approx((ratios - 1 - np.log(ratios)).mean(), rel=1e-4)
+    assert report.statistics["clipped_share"] == ((ratios < 0.8) | (ratios > 1.28)).mean()
+    assert report.statistics["logprob"] == pytest.approx(current.mean(), rel=1e-5)
+    assert 0 < report.statistics["clipped_share"] < 1
 
 
 def test_rows_without_logprobs_take_those_before_the_update_and_are_counted() -> None:
@@ -61,7 +61,7 @@ def test_rows_without_logprobs_take_those_before_the_update_and_are_counted() ->
 
     weights = [1.0] * 3 + [-0.5] + [0.25] * 3 + [-1.5] * 2
     assert absent.num_recomputed_rows == 4
-    assert absent.ratio == 1.0
+    assert absent.statistics["ratio"] == 1.0
     assert absent.loss == pytest.approx(-sum(weights) / 9, rel=1e-5)
     assert report.num_recomputed_rows == 1
     assert math.isfinite(report.loss)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Final, Literal
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.trainer.combinations import gae_problems, require
+from turnstream_server.trainer.combinations import check_gae
 from turnstream_server.trainer.objectives.named_settings import (
     NamedSettings,
     bounded,
@@ -60,7 +60,7 @@ class CriticConfig:
     gae: GaeSettings
 
     def __post_init__(self) -> None:
-        require(gae_problems(self.gae))
+        check_gae(self.gae)
 
     @classmethod
     def parse(cls, text: str) -> CriticConfig:

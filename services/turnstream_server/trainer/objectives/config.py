@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, cast, get_args
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.trainer.combinations import objective_problems, require
+from turnstream_server.trainer.combinations import check_objective
 from turnstream_server.trainer.objectives.named_settings import parse_named
 from turnstream_server.trainer.objectives.parameters import (
     CORRECTIONS,
@@ -61,7 +61,7 @@ class ObjectiveConfig:
         require_one_of("--denominators", self.denominators, get_args(DenominatorRule))
         if not 0 <= self.entropy_bonus < float("inf"):
             raise InvalidConfigError("--entropy-bonus", f"{self.entropy_bonus:g} is not at least 0")
-        require(objective_problems(self))
+        check_objective(self)
 
     @classmethod
     def parse(
