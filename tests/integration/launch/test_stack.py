@@ -158,15 +158,17 @@ def test_no_service_survives_the_death_of_its_supervisor(tmp_path: Path, service
 def test_service_gets_the_variables_and_the_scratch_folder_of_its_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The services of a machine cannot share the address of the metrics.
+    monkeypatch.setenv("TURNSTREAM_METRICS_LISTEN", "127.0.0.1:9100")
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    names = ("JOB", "OMP_WAIT_POLICY", "TURNSTREAM_REDIS_URL")
-    code = f"import os, tempfile; print(*[os.environ[n] for n in {names}], tempfile.gettempdir())"
+    names = ("JOB", "OMP_WAIT_POLICY", "TURNSTREAM_REDIS_URL", "TURNSTREAM_METRICS_LISTEN")
+    code = f"import os, tempfile as t; print(*map(os.environ.get, {names}), t.gettempdir())"
     with Stack(tmp_path, store_url="redis://h", environment={"JOB": "mine"}) as stack:
         service = stack.start_program("reader", python(code))
         stack.wait_for_all([service], timeout_s=60)
 
     log = tmp_path / "logs/reader.log"
-    assert log.read_text() == f"mine ACTIVE redis://h {tmp_path / 'tmp'}\n"
+    assert log.read_text() == f"mine ACTIVE redis://h None {tmp_path / 'tmp'}\n"
     assert service.log_path == log
 
 

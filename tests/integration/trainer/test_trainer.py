@@ -278,31 +278,6 @@ def test_critic_learns_the_outcome_of_the_first_token(
     assert lines[-1]["value_loss"] < lines[0]["value_loss"] / 2
 
 
-def test_split_trajectory_is_incomplete_in_a_run_of_gae(
-    server: EmbeddedServer,
-    client: redis.Redis,
-    new_run: Callable[..., str],
-    batcher: str,
-    tmp_path: Path,
-) -> None:
-    run = new_run(client, batch_groups=1, max_staleness=100, estimator="gae")
-    whole = testkit.trajectory(testkit.turn("ab", "CD"), sample=0, reward=1.0)
-    split = testkit.trajectory(
-        *(testkit.turn("ab", "CD"), testkit.turn("xy", "E")), sample=1, reward=0.0
-    )
-    with Publisher(server.url, run) as publisher:
-        publisher.publish(Group(group_id="split", trajectories=(whole, split)))
-    _publish(server.url, run, ["g0"])
-    close_run(client, run)
-
-    train(_config(batcher, run, tmp_path, critic="policy"))
-
-    (line,) = _metrics(tmp_path)
-    assert line["num_rows"] == line["num_trajectories"] == 2
-    counts = read_ledger(client, run).by_state
-    assert (counts[TrajectoryState.COMMITTED], counts[TrajectoryState.INCOMPLETE]) == (2, 2)
-
-
 class _KilledError(BaseException):
     """Stands for the end of the process."""
 

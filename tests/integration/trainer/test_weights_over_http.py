@@ -159,16 +159,6 @@ def test_download_resumes_at_the_first_missing_byte_in_another_process(
     assert contents(fetched) == of_version("v1")
 
 
-def test_server_without_ranges_sends_the_file_once_more(
-    url: str, faults: Faults, tmp_path: Path
-) -> None:
-    faults.faults = ["cut", "whole"]
-
-    fetch_weights(f"{url}/v1", cache=tmp_path / "cache")
-
-    assert [name for name, _ in faults.asked].count(MODEL) == 2
-
-
 def test_complete_part_of_a_killed_process_is_used(
     url: str, faults: Faults, tmp_path: Path
 ) -> None:

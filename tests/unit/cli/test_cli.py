@@ -118,16 +118,6 @@ def test_wrong_store_address_is_one_line_with_the_expected_form(command: str, ad
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_unknown_loss_of_the_trainer_is_one_line_with_the_known_ones(tmp_path: Path) -> None:
-    options = ("--run", "r", "--policy", str(tmp_path), "--folder", str(tmp_path))
-
-    done = turnstream("serve", "trainer", *options, "--loss", "gpso")
-
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: --loss: 'gpso' is not one of ppo_clip, gspo, ")
-    assert len(done.stderr.splitlines()) == 1
-
-
 def test_a_replay_of_a_missing_file_is_one_clear_line(tmp_path: Path) -> None:
     done = turnstream(
         *("replay", str(tmp_path / "none.jsonl"), "--tokenizer", str(tmp_path)),

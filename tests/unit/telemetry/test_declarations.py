@@ -5,7 +5,14 @@ import re
 import metrics_page
 from metrics_page import SERVICES, shown
 
-from turnstream_server.trainer.reporting.declarations import METRICS as OF_STEPS
+from turnstream_server.trainer.reporting.declarations import (
+    METRICS,
+    declared,
+    numbers,
+    undeclared,
+)
+from turnstream_server.trainer.reporting.plot import PANELS
+from turnstream_server.trainer.reporting.sinks.live_table import COLUMNS
 
 ALLOWED_LABELS = {
     *("run", "state", "kind", "part", "outcome", "type", "level", "dependency"),
@@ -16,10 +23,14 @@ ALLOWED_LABELS = {
 
 def test_every_metric_has_its_own_name_and_a_sentence() -> None:
     metrics = [metric for service in SERVICES for metric in shown(service)]
-    names = [metric.name for metric in metrics]
-    names += [metric.prometheus_name for metric in OF_STEPS if metric.kind]
+    of_steps = [metric.prometheus_name for metric in METRICS]
 
-    assert len(set(names)) == len(names)
+    for names in (
+        [*(metric.name for metric in metrics), *of_steps],
+        [metric.name for metric in METRICS],
+        [metric.tag for metric in METRICS],
+    ):
+        assert len(set(names)) == len(names)
     for metric in metrics:
         assert re.fullmatch(r"turnstream_[a-z]+(_[a-z]+)+", metric.name), metric
         assert re.fullmatch(r"(1 if |[A-Z]).*\.", metric.help), metric
@@ -28,9 +39,37 @@ def test_every_metric_has_its_own_name_and_a_sentence() -> None:
     assert prefixes == {"batcher", "gateway", "generator", "engine", "sampler"}
 
 
+def test_metrics_of_steps_have_valid_names_groups_and_units() -> None:
+    for metric in METRICS:
+        assert re.fullmatch(r"[a-z][a-z_]*", metric.prometheus_name), metric
+        assert metric.group, metric
+        assert metric.sentence.endswith("."), metric
+        assert metric.name.endswith("_s") == (metric.unit in ("s", "tokens/s")), metric
+    names = {metric.name for metric in METRICS}
+    assert COLUMNS.keys() <= names
+    assert {name for panel in PANELS for name, _ in panel.lines} <= names
+
+
+def test_values_that_are_no_numbers_are_skipped() -> None:
+    found = list(numbers({"step": 3, "kl": None, "figures": {"tags": {}}, "other": 1.0}))
+
+    assert [(metric.name, value) for metric, value in found] == [("step", 3.0)]
+
+
+def test_a_repeated_correction_has_the_declaration_of_the_first() -> None:
+    metric = declared("masked_share_tis_2")
+
+    assert metric is not None
+    assert metric.prometheus_name == "turnstream_trainer_masked_share_tis_2"
+    names = ["weight_tis", "weight_tis_2", "weight_tiss", "tis_2"]
+    assert undeclared(names) == ["tis_2", "weight_tiss"]
+
+
 def test_the_page_has_a_table_of_each_service() -> None:
     page = metrics_page.PAGE.read_text(encoding="utf-8")
 
     for service in SERVICES:
         assert f"<!-- metrics of {service} -->\n{metrics_page.service_table(service)}\n" in page
     assert page == metrics_page.written(page), "run tools/metrics_page.py"
+    stale = "<!-- metrics -->\nstale row\n<!-- end of metrics -->\n"
+    assert "stale row" not in metrics_page.written(stale)

@@ -154,12 +154,14 @@ def test_checkpoint_of_another_kind_is_refused(
         build_engine(_config(tmp_path, **options), checkpoint=make(tmp_path))
 
 
-def test_state_of_an_adapter_on_another_base_model_is_refused(tmp_path: Path) -> None:
+def test_state_of_an_adapter_with_another_alpha_or_base_is_refused(tmp_path: Path) -> None:
     # A sharded checkpoint has no folder of the adapter, which would name the base model.
     own, other = (build_engine(_config(tmp_path / name)) for name in ("own", "other"))
 
     with pytest.raises(InvalidConfigError, match=r"^--policy: .*/own/base, and .*/other/base$"):
         own.load_state_dict(other.state_dict())
+    with pytest.raises(InvalidConfigError, match=r"lora_alpha: 32.*, and the checkpoint has 8"):
+        own.load_state_dict({**own.state_dict(), "lora_alpha": 8})
 
 
 def test_adapter_folder_as_policy_is_trained_further(tmp_path: Path) -> None:

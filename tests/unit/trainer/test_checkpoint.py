@@ -4,14 +4,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from testkit.training import make_critic, make_engine, make_mini_batch, make_value_model
+from testkit.training import make_critic, make_engine, make_mini_batch
 from turnstream.errors import InvalidConfigError, UnknownFormatError
 from turnstream.types import RecoveryToken
 from turnstream_server.models.policy import load_policy
+from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.trainer.checkpoint import Checkpoints
-from turnstream_server.trainer.critic.advantages import with_advantages
-from turnstream_server.trainer.engine import Engine
-from turnstream_server.trainer.ranks import ONE_RANK
+from turnstream_server.trainer.config import TrainerConfig
+from turnstream_server.trainer.service import train
 from turnstream_server.trainer.settings import ScheduleSettings
 
 
@@ -42,50 +42,12 @@ def test_resumed_training_equals_undisturbed_training(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in weights)
 
 
-def test_resumed_critic_equals_an_undisturbed_one(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    uninterrupted = make_engine(critic=make_critic())
-    _train_step(uninterrupted)
-    checkpoints.save(uninterrupted, _token(1))
-    expected = _train_step(uninterrupted)
-
-    newest = checkpoints.newest()
-    assert newest is not None
-    fresh = make_critic(make_value_model(head_std=0.0))
-    resumed = make_engine(load_policy(newest.folder), critic=fresh)
-    checkpoints.restore(newest, resumed)
-    actual = _train_step(resumed)
-
-    assert actual == expected
-    assert uninterrupted.critic is not None
-    for model, other in (
-        (resumed.model, uninterrupted.model),
-        (fresh.model, uninterrupted.critic.model),
-    ):
-        assert all(map(torch.equal, model.parameters(), other.parameters()))
-
-
 def test_checkpoint_without_a_critic_is_refused_by_a_trainer_with_one(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     saved = checkpoints.save(make_engine(), _token(1))
 
     with pytest.raises(InvalidConfigError, match="--critic: the checkpoint has no critic"):
         checkpoints.restore(saved, make_engine(critic=make_critic()))
-
-
-def _train_step(engine: Engine) -> dict[str, float]:
-    """Train policy and critic on one step; return the statistics of both."""
-    assert engine.critic is not None
-    scored = with_advantages(
-        engine.with_old_logprobs([make_mini_batch()]),
-        critic=engine.critic,
-        source="outcome",
-        penalties=engine.token_penalties,
-        ranks=ONE_RANK,
-    )
-    ((mini_batch, old),) = scored
-    report = engine.update(mini_batch, aggregation="token_mean", old=old)
-    return {"loss": report.loss, **engine.critic.update(mini_batch)}
 
 
 def test_there_is_no_checkpoint_before_the_first(tmp_path: Path) -> None:
@@ -166,6 +128,17 @@ def test_partial_checkpoint_does_not_count_among_the_kept_ones(tmp_path: Path) -
 
     kept = sorted(int(path.name[-1]) for path in tmp_path.iterdir())
     assert kept == [3, 4, 5, 6]
+
+
+def test_fsdp2_is_refused_for_one_rank_and_over_a_whole_checkpoint(tmp_path: Path) -> None:
+    spec = SmallModelSpec(vocab_size=128, hidden_size=16, num_layers=1, num_heads=2)
+    config = TrainerConfig(run="run", folder=tmp_path, small_model=spec, parallel="fsdp2")
+
+    with pytest.raises(InvalidConfigError, match=r"--parallel: fsdp2.* one rank.* with torchrun"):
+        train(config)
+    Checkpoints(tmp_path / "checkpoints").save(make_engine(), _token(1))
+    with pytest.raises(InvalidConfigError, match=r"step-00000001 was written with ddp"):
+        train(config)
 
 
 class _KilledError(BaseException):

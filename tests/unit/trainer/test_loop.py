@@ -262,16 +262,6 @@ def test_shuffled_epochs_equal_updates_by_hand_in_drawn_order(
         assert mine.equal(theirs)
 
 
-@pytest.mark.parametrize(
-    ("changes", "name"), [({"epochs": 1}, "--shuffle"), ({"epochs": 2, "seed": -1}, "--seed")]
-)
-def test_shuffle_without_effect_or_seed_is_refused(
-    changes: dict[str, int], name: str, tmp_path: Path
-) -> None:
-    with pytest.raises(InvalidConfigError, match=f"{name}: "):
-        _config(tmp_path, shuffle=True, **changes)
-
-
 def test_metrics_have_the_statistics_of_the_objective(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "correction": ["tis", "mis:low=0.5,high=1.2"],
@@ -315,8 +305,8 @@ def test_metrics_have_the_statistics_of_the_critic(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("estimator", "critic", "message"),
     [
-        ("gae", None, "^--critic: none, and the run has estimator='gae'"),
-        ("rloo", "policy", "^--critic: policy, and the run has estimator='rloo'"),
+        ("gae", None, "^--critic: none, and the run has estimator='gae': .* --critic policy"),
+        ("rloo", "policy", "^--critic: policy, and the run has estimator='rloo': create one"),
     ],
 )
 def test_trainer_refuses_a_run_that_does_not_fit_its_critic(
@@ -327,30 +317,3 @@ def test_trainer_refuses_a_run_that_does_not_fit_its_critic(
     with pytest.raises(InvalidConfigError, match=message):
         _train(stream, tmp_path, critic=critic)
     assert stream.calls == []
-
-
-def test_cut_metrics_line_is_closed_before_the_next_one(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"ste')
-    stream = StreamInMemory(last_step=1)
-
-    _train(stream, tmp_path)
-
-    lines = path.read_text().splitlines()
-    assert lines[:2] == ['{"step": 1}', '{"ste']
-    assert json.loads(lines[2])["step"] == 1
-
-
-@pytest.mark.parametrize("name", ["layout", "dtype", "schedule"])
-def test_unknown_name_is_refused_with_the_known_ones(name: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfigError, match=f"{name}: 'other' is not one of "):
-        _config(tmp_path, **{name: "other"})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("temperature", 0.0), ("checkpoint_every", 0), ("keep_checkpoints", 0), ("epochs", 0)],
-)
-def test_trainer_config_refuses_zero_with_the_name(name: str, value: float, tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfigError, match=f"{name}: {value} is "):
-        _config(tmp_path, **{name: value})

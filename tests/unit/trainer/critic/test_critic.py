@@ -65,21 +65,6 @@ def test_rows_of_inert_ones_alone_change_no_weight() -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_values_of_rows_do_not_depend_on_their_cuts(layout: Layout) -> None:
-    critic = make_critic(layout=layout)
-    rows = _mini_batch().rows
-
-    first, other = (critic.values(_mini_batch(micro_batches=cut)) for cut in CUTS)
-
-    np.testing.assert_allclose(first.values, other.values, rtol=1e-5, atol=1e-6)
-    assert first.values.dtype == np.float32
-    assert np.array_equal(first.offsets, rows.loss_mask.offsets)
-    is_trained = rows.loss_mask.values.astype(bool)
-    assert np.all(first.values[~is_trained] == 0)
-    assert np.all(first.values[is_trained] != 0)
-
-
 def test_update_with_an_infinite_gradient_is_skipped_and_counted() -> None:
     mini_batch = _mini_batch()
     targets = _targets(mini_batch.rows)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,13 +28,6 @@ from turnstream_server.trainer.reporting.sinks.wandb import Wandb
 COMPLETE = {metric.name: 1.0 for metric in METRICS if metric.kind}
 
 
-@pytest.fixture
-def prometheus() -> Iterator[Prometheus]:
-    sink = Prometheus(run='a "run"')
-    yield sink
-    sink.close()
-
-
 def scrape() -> dict[str, tuple[float, str, dict[str, str]]]:
     """Value, type and labels of every sample of this process, keyed by its name."""
     with (
@@ -49,41 +42,25 @@ def scrape() -> dict[str, tuple[float, str, dict[str, str]]]:
     }
 
 
-def test_prometheus_has_gauges_of_the_newest_step_and_sums(prometheus: Prometheus) -> None:
-    prometheus.write(1, {"step": 1, "loss": 0.5, "kl": 0.25, "num_tokens": 100, "wait_s": 0.5})
-    prometheus.write(2, {"step": 2, "loss": -1.5, "kl": None, "num_tokens": 50, "wait_s": 0.0})
-
-    found = scrape()
+def test_prometheus_has_gauges_of_the_newest_step_and_sums_until_closed() -> None:
+    with contextlib.closing(Prometheus(run='a "run"')) as prometheus:
+        prometheus.write(1, {"step": 1, "loss": 0.5, "kl": 0.25, "num_tokens": 100, "wait_s": 0.5})
+        changes = {"kl": None, "num_tokens": 50, "wait_s": 0.0, "num_skipped_updates": 0}
+        prometheus.write(2, {"step": 2, "loss": -1.5, **changes})
+        found = scrape()
+        prometheus.write(3, {**COMPLETE, "figures": {"tags": {}}})
+        complete = scrape()
 
     labels = {"run": 'a "run"'}
     assert found["turnstream_trainer_step"] == (2.0, "gauge", labels)
     assert found["turnstream_trainer_loss"] == (-1.5, "gauge", labels)
     assert found["turnstream_trainer_tokens_total"] == (150.0, "counter", labels)
     assert found["turnstream_trainer_wait_seconds_total"] == (0.5, "counter", labels)
+    assert found["turnstream_trainer_skipped_updates_total"][0] == 0.0
     assert "turnstream_trainer_kl" not in found  # the newest step has none
     assert found["process_cpu_seconds_total"][0] > 0
-
-
-def test_prometheus_has_every_number_that_is_declared(prometheus: Prometheus) -> None:
-    prometheus.write(1, {**COMPLETE, "figures": {"tags": {}}})
-
-    found = scrape()
-
-    own = {name for name, (_, _, labels) in found.items() if labels == {"run": 'a "run"'}}
+    own = {name for name, (_, _, of) in complete.items() if of == labels}
     assert own == {metric.prometheus_name for metric in METRICS if metric.kind}
-
-
-def test_prometheus_has_zero_counters_from_the_first_step_on(prometheus: Prometheus) -> None:
-    prometheus.write(1, {"step": 1, "num_skipped_updates": 0})
-
-    assert scrape()["turnstream_trainer_skipped_updates_total"][0] == 0.0
-
-
-def test_a_closed_sink_shows_nothing() -> None:
-    sink = Prometheus(run="r")
-    sink.write(1, {"step": 1})
-    sink.close()
-
     assert "turnstream_trainer_step" not in scrape()
 
 

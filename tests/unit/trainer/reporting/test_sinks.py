@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from turnstream.errors import InvalidConfigError
 from turnstream_server.telemetry.instruments import REGISTRY
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.reporting.sinks.json_lines import JsonLines, read_steps
@@ -72,33 +71,27 @@ def test_a_key_that_is_not_declared_is_a_warning(tmp_path: Path) -> None:
         sinks.write(1, {"step": 1, "zzz": 0.0, "entrpy": 0.5})
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_numbers_that_are_not_finite_are_null(value: float, tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with Sinks([JsonLines(path)]) as sinks:
-        sinks.write(1, {"step": 1, "loss": value, "kl": 0.0})
+        sinks.write(1, {"step": 1, "loss": math.nan, "ratio": math.inf, "entropy": -math.inf})
 
-    assert json.loads(path.read_text()) == {"step": 1, "loss": None, "kl": 0.0}
+    found = json.loads(path.read_text())
+    assert found == {"step": 1, "loss": None, "ratio": None, "entropy": None}
 
 
 def test_lines_of_a_restart_replace_their_step_and_all_after_it(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    lines = [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (3, 0.5)]
-    for step, loss in lines:
+    # Incomplete lines do not count. The last one is closed, and not continued.
+    path.write_text('{"step": 1}\n{"st\n[2]\n3\n{"loss": 0.5}\n{"step": 2}\n{"step": 3')
+    for step, loss in [(3, 0.3), (4, 0.4), (3, 0.5)]:
         JsonLines(path).write(step, {"step": step, "loss": loss})
 
-    assert [(each["step"], each["loss"]) for each in read_steps(path)] == [
-        (1, 0.1),
-        (2, 0.2),
+    assert [(each["step"], each.get("loss")) for each in read_steps(path)] == [
+        (1, None),
+        (2, None),
         (3, 0.5),
     ]
-
-
-def test_incomplete_lines_do_not_count(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"st\n[2]\n3\n{"loss": 0.5}\n{"step": 2}\n{"step": 3')
-
-    assert [each["step"] for each in read_steps(path)] == [1, 2]
 
 
 def test_a_refused_sink_closes_those_opened_before_it(tmp_path: Path) -> None:
@@ -117,9 +110,3 @@ def test_nothing_is_opened_without_its_option(tmp_path: Path) -> None:
         sinks.write(1, {"step": 1})
 
     assert [path.name for path in (tmp_path / "t").iterdir()] == ["metrics.jsonl"]
-
-
-@pytest.mark.parametrize("address", ["x", "host:", ":70000", "host:-1", "h:1:b"])
-def test_wrong_address_of_the_metrics_is_named(address: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfigError, match=f"^--metrics-listen: '{address}' is not "):
-        TrainerConfig(run="r", folder=tmp_path, metrics_listen=address)
