@@ -102,47 +102,41 @@ def test_every_schedule_has_rates_above_zero(name: str) -> None:
     assert all(0 < schedule.learning_rate(update) <= 1e-3 for update in range(1, 9))
 
 
-def test_arguments_that_a_schedule_does_not_have_are_refused() -> None:
+def test_arguments_that_a_schedule_does_not_take_are_refused() -> None:
     with pytest.raises(InvalidConfigError, match="schedule_arguments: linear refuses"):
         Schedule(_schedule("linear", arguments={"colour": 1}), learning_rate=1.0)
+    for text in ("[1]", "{"):
+        with pytest.raises(InvalidConfigError, match="schedule_arguments"):
+            parse_arguments(text)
 
 
 @pytest.mark.parametrize(
-    ("values", "field"),
+    ("kind", "values", "field"),
     [
-        ({"name": "wavy"}, "schedule"),
-        ({"name": "constant", "warmup_updates": 1}, "warmup_updates"),
-        ({"name": "cosine", "warmup_updates": 5, "total_updates": 5}, "schedule_updates"),
+        (ScheduleSettings, {"name": "wavy"}, "schedule"),
+        (ScheduleSettings, {"name": "constant", "warmup_updates": 1}, "warmup_updates"),
+        (
+            ScheduleSettings,
+            {"name": "cosine", "warmup_updates": 5, "total_updates": 5},
+            "schedule_updates",
+        ),
+        *(
+            (AdamSettings, {"learning_rate": 1.0, field: value}, field)
+            for field, value in (
+                *(("learning_rate", -1.0), ("learning_rate", math.nan), ("beta1", 1.0)),
+                *(("beta2", -0.1), ("eps", 0.0), ("weight_decay", -0.1)),
+                ("max_grad_norm", math.inf),
+            )
+        ),
     ],
 )
-def test_invalid_schedule_is_refused_by_its_field(values: dict[str, Any], field: str) -> None:
+def test_invalid_setting_is_refused_by_its_field(
+    kind: type[Any], values: dict[str, Any], field: str
+) -> None:
     with pytest.raises(InvalidConfigError) as caught:
-        ScheduleSettings(**values)
+        kind(**values)
 
     assert caught.value.field == field
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("learning_rate", -1.0),
-        ("learning_rate", math.nan),
-        ("beta1", 1.0),
-        ("beta2", -0.1),
-        ("eps", 0.0),
-        ("weight_decay", -0.1),
-        ("max_grad_norm", math.inf),
-    ],
-)
-def test_invalid_adam_setting_is_refused_by_its_field(field: str, value: float) -> None:
-    with pytest.raises(InvalidConfigError, match=field):
-        AdamSettings(**{"learning_rate": 1.0, field: value})
-
-
-@pytest.mark.parametrize("text", ["[1]", "{"])
-def test_schedule_arguments_that_are_no_object_are_refused(text: str) -> None:
-    with pytest.raises(InvalidConfigError, match="schedule_arguments"):
-        parse_arguments(text)
 
 
 def _schedule(name: str, **values: Any) -> ScheduleSettings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from turnstream.types import Ragged, Rows
 from turnstream.worker import PulledMiniBatch
 from turnstream_server.models.values import ValueModel
 from turnstream_server.trainer.critic.advantages import with_advantages
+from turnstream_server.trainer.critic.config import GaeSettings
 from turnstream_server.trainer.critic.critic import Critic
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
@@ -37,34 +38,23 @@ BEHAVIOUR = -4.5
 KL = "k1:coefficient=0.3,place=reward"
 
 
-class Settings(NamedTuple):
-    """Parameters of a reference."""
-
-    gamma: float = 1.0
-    lam: float = 0.95
-    value_lam: float = 0.95
-    length_alpha: float = 0.0
-    kl: float = 0.0
-    is_whitened: bool = True
-
-
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(
-    ("text", "kl", "settings"),
+    ("text", "kl"),
     [
-        ("lam=0.95", None, Settings()),
-        ("gamma=0.9,lam=0.8,whiten=false", KL, Settings(0.9, 0.8, 0.8, 0.0, 0.3, False)),
-        ("length_alpha=0.7,value_lam=1", KL, Settings(1.0, 0.95, 1.0, 0.7, 0.3)),
+        ("lam=0.95", None),
+        ("gamma=0.9,lam=0.8,whiten=false", KL),
+        ("length_alpha=0.7,value_lam=1", KL),
     ],
     ids=["default", "KL in the reward", "VAPO"],
 )
 def test_advantages_and_returns_agree_with_a_float64_reference(
-    layout: Layout, cut: Any, text: str, kl: str | None, settings: Settings
+    layout: Layout, cut: Any, text: str, kl: str | None
 ) -> None:
     step = _step(cut)
-    expected = _reference([each.rows for each in step], settings)
     critic = make_critic(text=text, layout=layout)
+    expected = _reference([each.rows for each in step], critic.settings, kl=0.3 if kl else 0.0)
     engine = _engine(critic, kl=kl, layout=layout)
 
     found = _ready(engine, step)
@@ -72,7 +62,7 @@ def test_advantages_and_returns_agree_with_a_float64_reference(
     advantages, returns = (np.concatenate(column) for column in zip(*found, strict=True))
     np.testing.assert_allclose(advantages, expected[0], rtol=2e-4, atol=2e-5)
     np.testing.assert_allclose(returns, expected[1], rtol=1e-4, atol=1e-5)
-    if settings.is_whitened:
+    if critic.settings.whiten == "true":
         assert advantages.mean() == pytest.approx(0.0, abs=1e-6)
         assert advantages.std() == pytest.approx(1.0, rel=1e-5)
 
@@ -80,7 +70,7 @@ def test_advantages_and_returns_agree_with_a_float64_reference(
 def test_statistics_of_the_step_describe_all_its_mini_batches() -> None:
     critic = make_critic()
     step = _step(CUTS[0])
-    _, expected = _reference([each.rows for each in step], Settings())
+    _, expected = _reference([each.rows for each in step], critic.settings)
     values = np.concatenate([_trained(each.rows, critic.values(each)) for each in step])
 
     _ready(_engine(critic), step)
@@ -209,12 +199,12 @@ def _trained(rows: Rows, column: Ragged[Any]) -> Any:
     return column.values[rows.loss_mask.values.astype(bool)]
 
 
-def _reference(step: Sequence[Rows], settings: Settings) -> tuple[Any, Any]:
+def _reference(step: Sequence[Rows], settings: GaeSettings, *, kl: float = 0.0) -> tuple[Any, Any]:
     """Return advantages and returns of all trained tokens: token by token, in float64."""
     model, policy = make_value_model().double(), make_model(seed=3).double()
-    found = [_row(*each, settings) for rows in step for each in _tokens(rows, model, policy)]
+    found = [_row(*each, settings, kl) for rows in step for each in _tokens(rows, model, policy)]
     advantages, returns = (np.concatenate(column) for column in zip(*found, strict=True))
-    if settings.is_whitened:
+    if settings.whiten == "true":
         advantages = (advantages - advantages.mean()) / np.sqrt(advantages.var() + 1e-8)
     return advantages, returns
 
@@ -242,15 +232,16 @@ def _logprobs(policy: PreTrainedModel, ids: Any) -> Tensor:
 
 
 def _row(
-    values: list[float], kl: list[float], reward: float, settings: Settings
+    values: list[float], kl: list[float], reward: float, settings: GaeSettings, coefficient: float
 ) -> tuple[list[float], list[float]]:
     lam = settings.lam
+    value_lam = lam if settings.value_lam is None else settings.value_lam
     if settings.length_alpha:
         lam = 1 - 1 / max(1.0, settings.length_alpha * len(values))
-    rewards = [-settings.kl * each for each in kl]
+    rewards = [-coefficient * each for each in kl]
     rewards[-1] += reward
     advantages = _gae(values, rewards, settings.gamma, lam)
-    returns = _gae(values, rewards, settings.gamma, settings.value_lam)
+    returns = _gae(values, rewards, settings.gamma, value_lam)
     return advantages, [a + v for a, v in zip(returns, values, strict=True)]
 
 
