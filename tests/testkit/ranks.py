@@ -114,10 +114,7 @@ def _updates(ranks: Ranks, *, parallel: Parallel) -> dict[str, Updated]:
     many, few = _rows(5), _rows(2)
     return {
         "padded": _update(ranks, many, parallel=parallel),
-        "packed": _update(ranks, many, layout="packed", parallel=parallel),
         "clipped": _update(ranks, many, max_grad_norm=1e-3, parallel=parallel),
-        "inert": _update(ranks, few, parallel=parallel),
-        "inert packed": _update(ranks, few, layout="packed", parallel=parallel),
         "recomputed layers": _update(ranks, many, recompute=True, parallel=parallel),
         "adapter": _update_adapter(ranks, many, parallel=parallel),
         "adapter packed": _update_adapter(ranks, few, layout="packed", parallel=parallel),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -236,20 +235,24 @@ async def test_newer_weights_are_loaded_and_older_ones_are_kept_until_then(
     assert not _equal(policy.model, first)
 
 
+@pytest.mark.parametrize("is_served", [False, True])
 async def test_removed_weights_are_replaced_by_newer_ones(
-    live_run: LiveRun, monkeypatch: pytest.MonkeyPatch
+    live_run: LiveRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_served: bool
 ) -> None:
     # The trainer had removed version 0 between the announcement and the loading of it.
-    await live_run.announce(0, seed=1)
     newest = await live_run.announce(1, seed=2)
-    shutil.rmtree(live_run.folder / "v0")
-    told = [VersionAnnounced(version=0, step=0, lineage="", weights_uri=_uri(live_run, 0))]
-    true_newest = VersionAnnounced(version=1, step=0, lineage="", weights_uri=_uri(live_run, 1))
     calls = StoreCalls(live_run.url)
-    monkeypatch.setattr(calls, "newest_version", lambda _: told.pop() if told else true_newest)
-    policy = NewestPolicy(calls, RunId(live_run.name), cache=live_run.folder)
+    policy = NewestPolicy(calls, RunId(live_run.name), cache=tmp_path / "cache")
+    with serve_weights(tmp_path, listen="127.0.0.1:0") as server:
+        folder = server.url if is_served else tmp_path.as_uri()
+        removed = VersionAnnounced(version=0, step=0, lineage="", weights_uri=f"{folder}/v0")
+        announced = [removed]
+        true_newest = calls.newest_version
+        monkeypatch.setattr(
+            calls, "newest_version", lambda of: announced.pop() if announced else true_newest(of)
+        )
 
-    policy.refresh()
+        policy.refresh()
 
     assert policy.version == 1
     assert _equal(policy.model, newest)
@@ -293,26 +296,6 @@ async def test_generator_keeps_its_weights_while_their_server_is_away(
 
     assert times_asked == 1
     assert not _equal(kept, newest)
-    assert _equal(policy.model, newest)
-
-
-async def test_version_that_its_server_has_removed_is_replaced_by_a_newer_one(
-    live_run: LiveRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    newest = await live_run.announce(1, seed=2)
-    calls = StoreCalls(live_run.url)
-    policy = NewestPolicy(calls, RunId(live_run.name), cache=tmp_path / "cache")
-    with serve_weights(tmp_path, listen="127.0.0.1:0") as server:
-        removed = VersionAnnounced(version=0, step=0, lineage="", weights_uri=f"{server.url}/v0")
-        announced = [removed]
-        true_newest = calls.newest_version
-        monkeypatch.setattr(
-            calls, "newest_version", lambda of: announced.pop() if announced else true_newest(of)
-        )
-
-        policy.refresh()
-
-    assert policy.version == 1
     assert _equal(policy.model, newest)
 
 
@@ -380,10 +363,6 @@ def _check_logprobs(model: PreTrainedModel, turns: Sequence[StoredTurn]) -> None
 def _equal(one: PreTrainedModel, other: PreTrainedModel) -> bool:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
-
-
-def _uri(run: LiveRun, version: int) -> str:
-    return (run.folder / f"v{version}").as_uri()
 
 
 async def _wait_for(condition: Callable[[], bool]) -> None:

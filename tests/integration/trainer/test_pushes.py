@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import socket
 import time
@@ -47,49 +48,37 @@ def client(kind: str, url: str, **options: Any) -> InferenceServer:
     return inference_server(f"{kind}={url}", adapter="demo", **options)
 
 
-def model_folder(parent: Path, version: int) -> Path:
+def model_folder(parent: Path, version: int, *, file: str = "model.safetensors") -> Path:
     folder = parent / f"v{version}"
     folder.mkdir()
-    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / file).write_text("{}")
     return folder
 
 
-def adapter_folder(parent: Path, version: int) -> Path:
-    folder = parent / f"v{version}"
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text("{}")
-    return folder
+adapter_folder = functools.partial(model_folder, file="adapter_config.json")
 
 
 def wait_for_failures(pushes: Pushes, number: int) -> None:
     wait_until(lambda: pushes.statistics()["num_failed_pushes"] == number, 60.0, "a refusal")
 
 
-def test_vllm_reloads_a_model_while_it_is_paused(
-    vllm: tuple[VllmDouble, str], tmp_path: Path
+def test_vllm_reloads_a_model_while_paused_and_sglang_in_one_call(
+    either: tuple[str, Double, str], tmp_path: Path
 ) -> None:
-    double, url = vllm
+    kind, double, url = either
     folder = model_folder(tmp_path, 7)
 
-    client("vllm", url).load(7, folder)
+    client(kind, url).load(7, folder)
 
-    assert double.calls == [
-        *("/pause", "/update_weight_version", "/collective_rpc"),
-        *("/reset_prefix_cache", "/update_weight_version", "/resume"),
-    ]
+    calls = {
+        "vllm": [
+            *("/pause", "/update_weight_version", "/collective_rpc"),
+            *("/reset_prefix_cache", "/update_weight_version", "/resume"),
+        ],
+        "sglang": ["/update_weights_from_disk"],
+    }
+    assert double.calls == calls[kind]
     assert (double.weights, double.weight_version, double.is_paused) == (str(folder), "7", False)
-
-
-def test_sglang_reloads_a_model_in_one_call(
-    sglang: tuple[SglangDouble, str], tmp_path: Path
-) -> None:
-    double, url = sglang
-    folder = model_folder(tmp_path, 7)
-
-    client("sglang", url).load(7, folder)
-
-    assert double.calls == ["/update_weights_from_disk"]
-    assert (double.weights, double.weight_version) == (str(folder), "7")
 
 
 def test_adapters_are_named_by_version_and_the_oldest_unloaded(
@@ -109,16 +98,17 @@ def test_adapters_are_named_by_version_and_the_oldest_unloaded(
     }
 
 
-def test_repeated_load_of_an_adapter_succeeds(
+def test_repeated_load_of_an_adapter_succeeds_and_sends_the_key(
     either: tuple[str, Double, str], tmp_path: Path
 ) -> None:
     kind, double, url = either
     folder = adapter_folder(tmp_path, 7)
     double.adapters = {"demo-v7": "/of/a/run/with/this/name/before"}
 
-    client(kind, url).load(7, folder)
+    client(kind, url, api_key="secret").load(7, folder)
 
     assert double.adapters == {"demo-v7": str(folder)}
+    assert double.authorization == "Bearer secret"
 
 
 def test_adapter_that_another_trainer_unloads_is_no_error(
@@ -131,14 +121,6 @@ def test_adapter_that_another_trainer_unloads_is_no_error(
     client(kind, url).load(7, adapter_folder(tmp_path, 7))
 
     assert "demo-v7" in double.adapters
-
-
-def test_api_key_is_sent_as_bearer_token(either: tuple[str, Double, str], tmp_path: Path) -> None:
-    kind, double, url = either
-
-    client(kind, url, api_key="secret").load(7, adapter_folder(tmp_path, 7))
-
-    assert double.authorization == "Bearer secret"
 
 
 @pytest.mark.parametrize(
@@ -174,6 +156,7 @@ def test_failed_call_raises_the_reason_of_the_server(
         ("vllm", "/update_weight_version", "ok"),
         ("sglang", "/update_weights_from_disk", '{"success": false, "message": "no"}'),
         ("sglang", "/update_weights_from_disk", "{}"),
+        *((kind, "/v1/models", body) for kind in KINDS for body in ("{}", '{"data": "x"}')),
     ],
 )
 def test_body_that_no_server_sends_is_refused(
@@ -182,19 +165,9 @@ def test_body_that_no_server_sends_is_refused(
     double, url = request.getfixturevalue(kind)
     double.faults[path] = [body]
 
+    folder = adapter_folder if path == "/v1/models" else model_folder
     with pytest.raises(RejectedError, match=path):
-        client(kind, url).load(7, model_folder(tmp_path, 7))
-
-
-@pytest.mark.parametrize("body", ["{}", '{"data": "x"}'])
-def test_listing_without_models_is_refused(
-    either: tuple[str, Double, str], tmp_path: Path, body: str
-) -> None:
-    kind, double, url = either
-    double.faults["/v1/models"] = [body]
-
-    with pytest.raises(RejectedError, match="lists no models"):
-        client(kind, url).load(7, adapter_folder(tmp_path, 7))
+        client(kind, url).load(7, folder(tmp_path, 7))
 
 
 def test_vllm_after_a_failed_reload_samples_without_a_version(
@@ -204,19 +177,11 @@ def test_vllm_after_a_failed_reload_samples_without_a_version(
 
     with pytest.raises(RejectedError, match="no weights in"):
         client("vllm", url).load(7, tmp_path)
-
     assert (double.weight_version, double.is_paused) == ("unknown", False)
 
-
-def test_vllm_with_a_cache_in_use_is_asked_again(
-    vllm: tuple[VllmDouble, str], tmp_path: Path
-) -> None:
-    double, url = vllm
     double.faults["/reset_prefix_cache"] = ['{"success": false}']
-
     with pytest.raises(UnavailableError, match="still in use"):
         client("vllm", url).load(7, model_folder(tmp_path, 7))
-
     assert double.weight_version == "unknown"
 
 

@@ -33,8 +33,7 @@ def outcomes(folder: Path) -> Outcomes:
 
 
 CASES = [
-    *("padded", "packed", "clipped", "inert", "inert packed"),
-    *("recomputed layers", "adapter", "adapter packed", "all parts"),
+    *("padded", "clipped", "recomputed layers", "adapter", "adapter packed", "all parts"),
     *("critic", "critic packed", "critic, a row without logprobs"),
 ]
 
@@ -140,29 +139,20 @@ def test_sharded_checkpoint_restores_on_another_number_of_ranks(
         assert all(torch.equal(restored[key], each) for key, each in saved.items())
 
 
+@pytest.mark.parametrize("name", ["all weights", "adapter"])
 @pytest.mark.parametrize("size", WORLD_SIZES)
 def test_published_weights_of_a_sharded_model_are_whole(
-    outcomes: Outcomes, folder: Path, size: int
+    outcomes: Outcomes, folder: Path, size: int, name: str
 ) -> None:
-    saved = outcomes[size][0].resumed["all weights"].saved
-    published = load_policy(sharded_folder(folder, "all weights", size) / "published")
+    saved = outcomes[size][0].resumed[name].saved
+    written = sharded_folder(folder, name, size) / "published"
+    if name == "adapter":
+        published = Adapters(make_model(seed=5), Path()).load("default", written)
+    else:
+        published = load_policy(written)
 
     weights = {f"policy/weight/{name}": each for name, each in published.named_parameters()}
 
-    assert weights.keys() == saved.keys()
-    assert all(torch.equal(weights[key], each) for key, each in saved.items())
-
-
-@pytest.mark.parametrize("size", WORLD_SIZES)
-def test_published_adapter_of_a_sharded_model_is_whole(
-    outcomes: Outcomes, folder: Path, size: int
-) -> None:
-    saved = outcomes[size][0].resumed["adapter"].saved
-    written = sharded_folder(folder, "adapter", size) / "published"
-
-    adapter = Adapters(make_model(seed=5), Path()).load("default", written)
-
-    weights = {f"policy/weight/{name}": each for name, each in adapter.named_parameters()}
     assert weights.keys() == saved.keys()
     assert all(torch.equal(weights[key], each) for key, each in saved.items())
 
