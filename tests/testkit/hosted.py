@@ -42,12 +42,12 @@ from turnstream_server.operations.bases import BaseModel
 from turnstream_server.operations.checkpoint_paths import CheckpointPath
 from turnstream_server.operations.checkpoints import folder_of
 from turnstream_server.operations.contents import (
+    CONTENT_TYPES,
     Content,
     CreateModel,
     OptimStep,
     SaveWeights,
     encode_content,
-    kind_of,
 )
 from turnstream_server.operations.keys import ALIVE, model_keys
 from turnstream_server.operations.log import Run, submit
@@ -336,4 +336,5 @@ def _encoded(command: Command) -> tuple[Any, bytes]:
         return "forward_backward", encode_operation(command)
     if isinstance(command, Forward):
         return "forward", encode_operation(command.operation)
-    return kind_of(command), encode_content(command)
+    (kind,) = [kind for kind, each in CONTENT_TYPES.items() if isinstance(command, each)]
+    return kind, encode_content(command)

@@ -20,8 +20,8 @@ MAX_RESULT_VALUES: Final = 1 << 22
 """Most log-probabilities of a sampling call: 16 samples of 262,144 tokens, for example."""
 
 
-def check_operation_limits(operation: Operation, base: BaseModel) -> None:
-    """Raise BatchingError for a row that is too long, or a token id that does not exist.
+def check_operation_limits(operation: Operation, base: BaseModel) -> Operation:
+    """Return the operation; BatchingError for too long a row, or an unknown token id.
 
     A position has as many targets as there are ids at most.
     """
@@ -38,10 +38,11 @@ def check_operation_limits(operation: Operation, base: BaseModel) -> None:
     targets = [datum.target_tokens for datum in operation.data]
     for name, arrays in (("model_input", inputs), ("target_tokens", targets)):
         _check_ids(name, arrays, base)
+    return operation
 
 
-def check_sampling_limits(sampling: Sampling, base: BaseModel) -> None:
-    """Raise BatchingError for a prompt or parameters that the base model cannot serve."""
+def check_sampling_limits(sampling: Sampling, base: BaseModel) -> Sampling:
+    """Return the sampling; BatchingError for what the base model cannot serve."""
     prompt, params = sampling
     # Without max_tokens a sequence ends with the context, after one token at least.
     wanted = 1 if params.max_tokens is None else params.max_tokens
@@ -57,6 +58,7 @@ def check_sampling_limits(sampling: Sampling, base: BaseModel) -> None:
             limit = f"{base.name} has {base.vocab_size} tokens"
             raise BatchingError(f"{name} is {count}: {limit}")
     _require_small_result(sampling, base)
+    return sampling
 
 
 def _require_small_result(sampling: Sampling, base: BaseModel) -> None:

@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 import redis.asyncio
 
-from turnstream.errors import BatchingError, EndOfRunError, NotReadyError, RunNotFoundError
+from turnstream.errors import BatchingError, NotReadyError
 from turnstream_server.gateway.config import GatewayOptions
 from turnstream_server.gateway.parsers import Parsers
 from turnstream_server.gateway.polls import Polls
@@ -18,10 +18,7 @@ from turnstream_server.gateway.stream_waits import StreamWaits
 from turnstream_server.keys.checks import KeyChecks
 from turnstream_server.keys.limits import TokenBucket
 from turnstream_server.operations.bases import BaseModel, read_bases
-from turnstream_server.operations.keys import MODEL_ID, SAMPLER_ID
-from turnstream_server.operations.models import ModelRecord, read_model_async
-from turnstream_server.operations.samplers import SamplerRecord, read_sampler
-from turnstream_server.operations.sessions import Session, read_session
+from turnstream_server.operations.models import ModelRecord
 
 DENSE_BYTES_PER_S: Final = 32 << 20
 """Bytes that an owner may make of sparse rows, which have few bytes for any shape."""
@@ -86,6 +83,8 @@ class Gateway:
         threads: calls of the store that block.
         streams: waits for new entries of streams.
         parsers: threads and processes that parse bodies.
+        models: known models. Their `last_request_ms` and `ended` may be old.
+        sampler_owners: the owner of each known sampling session.
         resources: resources of routes, kept until the process ends; closed after the last request.
     """
 
@@ -104,8 +103,8 @@ class Gateway:
         self.closing.callback(self.streams.close)
         self.parsers = Parsers()
         self.resources.push_async_callback(self.parsers.close)
-        self._models: dict[str, ModelRecord] = {}
-        self._owners: dict[str, str] = {}
+        self.models: dict[str, ModelRecord] = {}
+        self.sampler_owners: dict[str, str] = {}
         self._dense: dict[str, TokenBucket] = {}
 
     def admit_dense(self, owner: str, num_bytes: int) -> float:
@@ -115,55 +114,11 @@ class Gateway:
         """
         now_s = time.monotonic()
         bucket = self._dense.get(owner) or TokenBucket(DENSE_BYTES_PER_S, now_s=now_s)
-        _keep(self._dense, owner, bucket)
+        keep(self._dense, owner, bucket)
         wait_s = bucket.missing_s(num_bytes, now_s=now_s)
         if not wait_s:
             bucket.take(num_bytes)
         return wait_s
-
-    async def session(self, owner: str, session_id: str) -> Session:
-        """Return a session; RunNotFoundError if this owner has none of this id."""
-        session = await read_session(self.client, session_id)
-        if session.owner != owner:
-            raise RunNotFoundError(f"there is no session {session_id!r}")
-        return session
-
-    async def open_session(self, owner: str, session_id: str) -> Session:
-        """Return a session that takes work; EndOfRunError for a closed one."""
-        session = await self.session(owner, session_id)
-        if session.finished:
-            raise EndOfRunError(f"session {session_id!r} has ended: {session.finished}")
-        return session
-
-    async def model(self, owner: str, model_id: str) -> ModelRecord:
-        """Return a model; RunNotFoundError if this owner has none of this id.
-
-        Its `last_request_ms` and `ended` may be old.
-        """
-        record = self._models.get(model_id)
-        if record is None:
-            if not MODEL_ID.fullmatch(model_id):
-                raise RunNotFoundError(f"there is no model {model_id!r}")
-            record = await read_model_async(self.client, model_id)
-            _keep(self._models, model_id, record)
-        if record.owner != owner:
-            raise RunNotFoundError(f"there is no model {model_id!r}")
-        return record
-
-    async def sampler(self, owner: str, sampler_id: str) -> SamplerRecord:
-        """Return a sampling session; RunNotFoundError if this owner has none of this id."""
-        if not SAMPLER_ID.fullmatch(sampler_id):
-            raise RunNotFoundError(f"there is no sampling session {sampler_id!r}")
-        record = await read_sampler(self.client, sampler_id)
-        _keep(self._owners, sampler_id, record.owner)
-        if record.owner != owner:
-            raise RunNotFoundError(f"there is no sampling session {sampler_id!r}")
-        return record
-
-    async def check_sampler(self, owner: str, sampler_id: str) -> None:
-        """Raise RunNotFoundError if this owner has no sampling session of this id."""
-        if self._owners.get(sampler_id) != owner:
-            await self.sampler(owner, sampler_id)
 
 
 def session_of(target: str) -> str:
@@ -175,7 +130,7 @@ def session_of(target: str) -> str:
     return target.partition(":")[0]
 
 
-def _keep(known: dict[str, _Value], name: str, value: _Value) -> None:
+def keep(known: dict[str, _Value], name: str, value: _Value) -> None:
     """Remember a value; all are dropped once there are too many."""
     if len(known) >= _MAX_KNOWN:
         known.clear()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Final, NamedTuple
 
 from fastapi.responses import Response
 
+from turnstream.batching.rows.operations import Operation
 from turnstream.errors import BatchingError, RecordError, RunNotFoundError
 from turnstream.store.client.run_ids import find_run_async
 from turnstream_server.failpoints import failpoint
 from turnstream_server.gateway.bodies import json_response
 from turnstream_server.gateway.limits import check_operation_limits
 from turnstream_server.gateway.state import session_of
-from turnstream_server.gateway.tinker.training_calls import TrainingCall
+from turnstream_server.gateway.tinker.loss_inputs import TrainingCall
 from turnstream_server.gateway.tinker_caller import TinkerCaller
 from turnstream_server.ledger.core.frontier import read_frontier_async
 from turnstream_server.operations.bases import BaseModel
@@ -25,7 +27,7 @@ from turnstream_server.operations.log import submit
 from turnstream_server.operations.models import ModelRecord
 from turnstream_server.operations.operation_records import encode_operation
 from turnstream_server.operations.request_ids import RequestId
-from turnstream_server.operations.results import Failure
+from turnstream_server.operations.results import Failure, value_or_failure
 from turnstream_server.telemetry.instruments import counter
 
 _OPERATIONS = counter(
@@ -82,17 +84,16 @@ def prepare_training(
     call: TrainingCall, body: bytes, base: BaseModel
 ) -> Prepared | ForwardBackwardRun:
     """Return a training call as an operation, or refused; or the call on a run."""
-    try:
-        operation = call.operation(str(RequestId(call.model_id, call.seq_id)))
-    except BatchingError as error:
-        return Prepared(body, refused(error))
+    operation = call.operation
     if isinstance(operation, ForwardBackwardRun):
+        if not call.forward_only:
+            return operation
         message = f"forward on run {operation.run!r} is not supported, only forward_backward"
-        return Prepared(body, refused(message)) if call.forward_only else operation
-    try:
-        check_operation_limits(operation, base)
-    except BatchingError as error:
-        return Prepared(body, refused(error))
+        operation = Failure(message, "user")
+    if isinstance(operation, Operation):
+        operation = value_or_failure(functools.partial(check_operation_limits, operation, base))
+    if isinstance(operation, Failure):
+        return Prepared(body, operation)
     return Prepared(encode_operation(operation))
 
 
@@ -109,10 +110,5 @@ async def prepare_run_call(caller: TinkerCaller, content: ForwardBackwardRun) ->
         content = content._replace(run=str(run))
         await read_frontier_async(caller.client, run)
     except (RunNotFoundError, BatchingError) as error:
-        refusal = refused(str(error))
+        refusal = Failure(str(error), "user")
     return Prepared(encode_content(content), refusal, identity)
-
-
-def refused(error: BatchingError | str) -> Failure:
-    """Return the result of a call that its caller has to correct."""
-    return Failure(str(error), "user")

@@ -8,13 +8,15 @@ from typing import Annotated
 import redis.asyncio
 from fastapi import Depends, HTTPException, Request
 
-from turnstream.errors import AccessDeniedError, UnknownKeyError
-from turnstream_server.gateway.state import Gateway
+from turnstream.errors import AccessDeniedError, RunNotFoundError, UnknownKeyError
+from turnstream_server.gateway.state import Gateway, keep
 from turnstream_server.keys.checks import key_of, secret_of
 from turnstream_server.keys.records import PREFIX, ApiKey
-from turnstream_server.operations.models import ModelRecord
-from turnstream_server.operations.samplers import SamplerRecord
-from turnstream_server.operations.sessions import Session
+from turnstream_server.operations.keys import MODEL_ID, SAMPLER_ID
+from turnstream_server.operations.models import ModelRecord, read_model_async
+from turnstream_server.operations.request_ids import RequestId
+from turnstream_server.operations.samplers import SamplerRecord, read_sampler
+from turnstream_server.operations.sessions import Session, read_session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,19 +37,45 @@ class TinkerCaller:
 
     async def session(self, session_id: str) -> Session:
         """Return a session; RunNotFoundError if there is none."""
-        return await self.gateway.session(self.owner, session_id)
+        session = await read_session(self.client, session_id)
+        if session.owner != self.owner:
+            raise RunNotFoundError(f"there is no session {session_id!r}")
+        return session
 
     async def open_session(self, session_id: str) -> Session:
         """Return a session that takes work; EndOfRunError for a closed one."""
-        return await self.gateway.open_session(self.owner, session_id)
+        return (await self.session(session_id)).require_open()
 
     async def model(self, model_id: str) -> ModelRecord:
-        """Return a model; RunNotFoundError if there is none."""
-        return await self.gateway.model(self.owner, model_id)
+        """Return a model; RunNotFoundError if there is none.
+
+        Its `last_request_ms` and `ended` may be old.
+        """
+        record = self.gateway.models.get(model_id)
+        if record is None and MODEL_ID.fullmatch(model_id):
+            record = await read_model_async(self.client, model_id)
+            keep(self.gateway.models, model_id, record)
+        if record is None or record.owner != self.owner:
+            raise RunNotFoundError(f"there is no model {model_id!r}")
+        return record
 
     async def sampler(self, sampler_id: str) -> SamplerRecord:
         """Return a sampling session; RunNotFoundError if there is none."""
-        return await self.gateway.sampler(self.owner, sampler_id)
+        record = None
+        if SAMPLER_ID.fullmatch(sampler_id):
+            record = await read_sampler(self.client, sampler_id)
+            keep(self.gateway.sampler_owners, sampler_id, record.owner)
+        if record is None or record.owner != self.owner:
+            raise RunNotFoundError(f"there is no sampling session {sampler_id!r}")
+        return record
+
+    async def require_target(self, request_id: RequestId) -> None:
+        """Raise RunNotFoundError unless the model or sampling session of a request is there."""
+        target = request_id.target
+        if not request_id.is_sample:
+            await self.model(target)
+        elif self.gateway.sampler_owners.get(target) != self.owner:
+            await self.sampler(target)
 
 
 async def authenticate(request: Request) -> TinkerCaller:

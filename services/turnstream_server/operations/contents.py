@@ -135,21 +135,15 @@ Content = (
     | LoadWeights
 )
 
-_KINDS: Final[dict[type[Content], OperationKind]] = {
-    CreateModel: "create",
-    ForwardBackwardRun: "forward_backward_run",
-    OptimStep: "optim_step",
-    SaveWeights: "save_weights",
-    SaveForSampler: "save_weights_for_sampler",
-    SaveExternal: "save_weights_external",
-    LoadWeights: "load_weights",
+CONTENT_TYPES: Final[Mapping[str, type[Content]]] = {
+    "create": CreateModel,
+    "forward_backward_run": ForwardBackwardRun,
+    "optim_step": OptimStep,
+    "save_weights": SaveWeights,
+    "save_weights_for_sampler": SaveForSampler,
+    "save_weights_external": SaveExternal,
+    "load_weights": LoadWeights,
 }
-_TYPES: Final = {kind: each for each, kind in _KINDS.items()}
-
-
-def kind_of(content: Content) -> OperationKind:
-    """Return the kind of the operation with this content."""
-    return _KINDS[type(content)]
 
 
 def encode_content(content: Content) -> bytes:
@@ -179,7 +173,7 @@ def decode_content(kind: str, data: bytes) -> Content:
     values: dict[str, Any] = json.loads(data)
     if values.get("path") is not None:
         values["path"] = CheckpointPath.parse(values["path"])
-    return _TYPES[kind](**values)  # pyright: ignore[reportArgumentType]
+    return CONTENT_TYPES[kind](**values)  # pyright: ignore[reportArgumentType]
 
 
 async def fingerprint_async(data: bytes) -> str:

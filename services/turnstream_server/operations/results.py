@@ -7,12 +7,13 @@ sample. A result that was dropped is the mark `DROPPED`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from turnstream.errors import BatchingError
 from turnstream_server.models.sampling_params import (
     SampledSequence,
     SampleResult,
@@ -28,6 +29,8 @@ DROPPED: Final = b"G"
 
 _FAILED: Final = b"E"
 _TEXT_MARK: Final = "\N{REPLACEMENT CHARACTER}"
+
+_Value = TypeVar("_Value")
 
 
 class Failure(NamedTuple):
@@ -87,9 +90,12 @@ def decode_result(data: bytes) -> Result:
     return _unpack_sample(content)
 
 
-def is_failure(data: bytes) -> bool:
-    """Return whether stored bytes are those of a failure."""
-    return data[:1] == _FAILED
+def value_or_failure(make: Callable[[], _Value]) -> _Value | Failure:
+    """Return a value, or the failure of a BatchingError, which the caller can correct."""
+    try:
+        return make()
+    except BatchingError as error:
+        return Failure(str(error), "user")
 
 
 def failure_around(error: str, category: Category, *, mark: str) -> tuple[bytes, bytes]:

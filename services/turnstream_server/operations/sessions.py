@@ -55,6 +55,12 @@ class Session(NamedTuple):
     sdk_version: str = ""
     finished: str = ""
 
+    def require_open(self) -> Session:
+        """Return the session, which takes work; EndOfRunError for a closed one."""
+        if self.finished:
+            raise EndOfRunError(f"session {self.session_id!r} has ended: {self.finished}")
+        return self
+
 
 async def open_session(client: redis.asyncio.Redis, session: Session) -> None:
     """Create a session with a new id."""
@@ -79,17 +85,9 @@ async def read_session(client: redis.asyncio.Redis, session_id: str) -> Session:
     return Session(**values)
 
 
-async def require_open(client: redis.asyncio.Redis, session_id: str) -> Session:
-    """Return a session that takes work; EndOfRunError for a closed one."""
-    session = await read_session(client, session_id)
-    if session.finished:
-        raise EndOfRunError(f"session {session_id!r} has ended: {session.finished}")
-    return session
-
-
 async def beat(client: redis.asyncio.Redis, session_id: str) -> None:
     """Record a heartbeat; EndOfRunError for a closed session, RunNotFoundError for none."""
-    await require_open(client, session_id)
+    (await read_session(client, session_id)).require_open()
     now_ms = await _now_ms(client)
     await run_command_async(client, essential_write("ZADD", ALIVE, now_ms, session_id))
     with translating():

@@ -37,7 +37,6 @@ from turnstream_server.operations.sessions import (
     members_of,
     open_session,
     read_session,
-    require_open,
     sessions_of,
 )
 
@@ -90,16 +89,15 @@ def test_session_is_read_back_and_finished_once(logs: CommandLogs) -> None:
         "a-b", OWNER, tags=["x"], user_metadata={"n": 1}, display_name="d", sdk_version="0.38.0"
     )
     logs.do(lambda client: open_session(client, session))
-    assert logs.do(lambda client: require_open(client, "a-b")) == session
+    assert logs.do(lambda client: read_session(client, "a-b")).require_open() == session
 
     for reason in ("success", "errored: late"):
         logs.do(lambda client, reason=reason: finish_session(client, "a-b", reason=reason))
 
     assert logs.do(lambda client: read_session(client, "a-b")).finished == "success"
-    for call in (require_open, beat):
-        with pytest.raises(EndOfRunError, match="'a-b' has ended: success"):
-            logs.do(lambda client, call=call: call(client, "a-b"))
-    for call in (require_open, beat, read_session):
+    with pytest.raises(EndOfRunError, match="'a-b' has ended: success"):
+        logs.do(lambda client: beat(client, "a-b"))
+    for call in (beat, read_session):
         with pytest.raises(RunNotFoundError, match="no session 'none'"):
             logs.do(lambda client, call=call: call(client, "none"))
     logs.client.zrem(ALIVE, "a-b")

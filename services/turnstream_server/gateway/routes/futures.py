@@ -38,7 +38,7 @@ async def retrieve_future(request: Request, body: Body, caller: Authenticated) -
     """
     request_id = _request_id(body)
     try:
-        check = functools.partial(_check_owner, caller, request_id)
+        check = functools.partial(caller.require_target, request_id)
         stored = await caller.gateway.polls.result(request_id, check=check)
     except UnknownRequestError as error:
         status = await _status_of_unknown(caller, request_id)
@@ -59,7 +59,7 @@ async def retrieve_future(request: Request, body: Body, caller: Authenticated) -
 async def cancel_future(body: Body, caller: Authenticated) -> Response:
     """Fail a sample that has no result yet; 400 for a call of a model, which runs in its order."""
     request_id = _request_id(body)
-    await _check_owner(caller, request_id)
+    await caller.require_target(request_id)
     if not request_id.is_sample:
         message = f"request {str(request_id)!r} cannot be cancelled: calls of a model run in order"
         raise BatchingError(message)
@@ -93,14 +93,6 @@ def _request_id(body: bytes) -> RequestId:
         return parse_request_id(text)
     except ValueError as error:
         raise HTTPException(404, str(error)) from error
-
-
-async def _check_owner(caller: TinkerCaller, request_id: RequestId) -> None:
-    """Raise RunNotFoundError if the caller has no such model or sampling session."""
-    if request_id.is_sample:
-        await caller.gateway.check_sampler(caller.owner, request_id.target)
-    else:
-        await caller.model(request_id.target)
 
 
 async def _status_of_unknown(caller: TinkerCaller, request_id: RequestId) -> int:

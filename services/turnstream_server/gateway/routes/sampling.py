@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Final
 
 from fastapi import APIRouter
@@ -12,14 +13,14 @@ from turnstream.errors import BatchingError, RecordError
 from turnstream_server.gateway.bodies import Body, LargeBody, json_response
 from turnstream_server.gateway.limits import check_sampling_limits
 from turnstream_server.gateway.state import session_of
-from turnstream_server.gateway.submitting import refused
 from turnstream_server.gateway.tinker.json_parts import Part, read_fields
-from turnstream_server.gateway.tinker.sample_calls import SampleCall, decode_sample_call
+from turnstream_server.gateway.tinker.sample_calls import SampleCall, Sampling, read_sample_call
 from turnstream_server.gateway.tinker_caller import Authenticated, TinkerCaller
 from turnstream_server.operations.bases import BaseModel
 from turnstream_server.operations.checkpoint_paths import CheckpointPath
 from turnstream_server.operations.checkpoints import folder_of, read_shared_async
 from turnstream_server.operations.request_ids import RequestId
+from turnstream_server.operations.results import Failure, value_or_failure
 from turnstream_server.operations.samplers import (
     SamplerRecord,
     refuse_sample,
@@ -70,9 +71,8 @@ async def describe(sampler_id: str, caller: Authenticated) -> Response:
 @router.post("/asample")
 async def asample(body: LargeBody, caller: Authenticated) -> Response:
     """Queue a sample, and name each of its sequences."""
-    call = await caller.gateway.parsers.run(
-        decode_sample_call, body, owner=caller.owner, is_json=True
-    )
+    parsers = caller.gateway.parsers
+    call = await parsers.run(read_sample_call, body, owner=caller.owner, is_json=True)
     if call.num_samples > _MAX_SAMPLES:
         raise RecordError(f"num_samples is {call.num_samples}, expected {_MAX_SAMPLES} at most")
     record = await caller.sampler(call.sampling_session_id)
@@ -86,12 +86,11 @@ async def asample(body: LargeBody, caller: Authenticated) -> Response:
 async def _submit(
     caller: TinkerCaller, call: SampleCall, record: SamplerRecord, base: BaseModel
 ) -> RequestId:
-    try:
-        sampling = call.sampling()
-        check_sampling_limits(sampling, base)
-    except BatchingError as error:
-        refusal = refused(error)
-        return await refuse_sample(caller.client, record.sampler_id, call.seq_id, refusal)
+    sampling = call.sampling
+    if isinstance(sampling, Sampling):
+        sampling = value_or_failure(functools.partial(check_sampling_limits, sampling, base))
+    if isinstance(sampling, Failure):
+        return await refuse_sample(caller.client, record.sampler_id, call.seq_id, sampling)
     return await submit_sample(caller.client, record, call.seq_id, *sampling)
 
 

@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response
 
-from turnstream.errors import BatchingError, RunNotFoundError
+from turnstream.errors import RunNotFoundError
 from turnstream_server.gateway.bodies import Body, LargeBody
 from turnstream_server.gateway.parsers import IN_LOOP_BYTES
 from turnstream_server.gateway.state import DENSE_BYTES_PER_S, session_of
@@ -19,14 +19,12 @@ from turnstream_server.gateway.submitting import (
     open_model,
     prepare_run_call,
     prepare_training,
-    refused,
     submit_call,
 )
 from turnstream_server.gateway.tinker.encodings import JSON, media_type_of
 from turnstream_server.gateway.tinker.model_calls import read_model_call
-from turnstream_server.gateway.tinker.training_calls import decode_training_call, read_training_call
+from turnstream_server.gateway.tinker.training_calls import read_training_call
 from turnstream_server.gateway.tinker_caller import Authenticated, TinkerCaller
-from turnstream_server.operations.checkpoint_paths import CheckpointPath
 from turnstream_server.operations.checkpoints import read_shared_async
 from turnstream_server.operations.contents import (
     Content,
@@ -35,7 +33,6 @@ from turnstream_server.operations.contents import (
     SaveForSampler,
     encode_content,
     identity_of,
-    kind_of,
 )
 from turnstream_server.operations.models import ModelRecord
 from turnstream_server.operations.request_ids import RequestId
@@ -85,21 +82,19 @@ async def submit_model_call(caller: TinkerCaller, body: bytes, *, route: _Route)
     """Submit a numbered call without datums."""
     call = read_model_call(body, route=route)
     model = await open_model(caller, call.model_id, number=call.seq_id)
-    request_id = RequestId(call.model_id, call.seq_id)
-    try:
-        content = call.decode()
-    except BatchingError as error:
-        return await submit_call(caller, request_id, route, Prepared(body, refused(error)))
-    if isinstance(content, ForwardBackwardRun):
+    content = call.content
+    if isinstance(content, Failure):
+        prepared = Prepared(body, content)
+    elif isinstance(content, ForwardBackwardRun):
         prepared = await prepare_run_call(caller, content)
-        return await submit_call(caller, request_id, route, prepared)
-    refusal = await _refusal(caller, model, content)
-    prepared = Prepared(encode_content(content), refusal, identity_of(content))
+    else:
+        refusal = await _refusal(caller, model, content)
+        prepared = Prepared(encode_content(content), refusal, identity_of(content))
     if isinstance(content, SaveForSampler) and content.sampling_session_seq_id is not None:
         session_id = session_of(call.model_id)
         sampler_id = f"{session_id}:sample:{content.sampling_session_seq_id}"
         await add_member(caller.client, session_id, sampler_id)
-    return await submit_call(caller, request_id, kind_of(content), prepared)
+    return await submit_call(caller, RequestId(call.model_id, call.seq_id), route, prepared)
 
 
 async def _train(
@@ -111,28 +106,23 @@ async def _train(
 ) -> Response:
     content_type = request.headers.get("content-type", "")
     parsers, owner = caller.gateway.parsers, caller.owner
-    kinds = {"content_type": content_type, "route": route}
-    if len(body) <= IN_LOOP_BYTES:
-        call = read_training_call(body, **kinds)
+    read = functools.partial(read_training_call, content_type=content_type, route=route)
+    if len(body) <= IN_LOOP_BYTES:  # in a thread: sparse rows have few bytes for any shape
+        call = await parsers.in_thread(lambda: read(body), owner=owner)
     else:
-        read = functools.partial(decode_training_call, **kinds)
         is_json = media_type_of(content_type) == JSON
         call = await parsers.run(read, body, owner=owner, is_json=is_json)
     model = await open_model(caller, call.model_id, number=call.seq_id)
     base = await caller.gateway.bases.known(model.base_model)
-    request_id = RequestId(call.model_id, call.seq_id)
     prepare = functools.partial(prepare_training, call, body, base)
-    if call.is_sparse or len(body) > IN_LOOP_BYTES:
-        prepared = await parsers.in_thread(prepare, owner=owner)
-    else:
-        prepared = prepare()
-    if isinstance(prepared, ForwardBackwardRun):
-        of_run = await prepare_run_call(caller, prepared)
-        return await submit_call(caller, request_id, "forward_backward_run", of_run)
-    if call.is_sparse:
-        _require_dense_room(caller, len(prepared.content) - len(body))
+    is_large = call.is_sparse or len(body) > IN_LOOP_BYTES
+    prepared = await parsers.in_thread(prepare, owner=owner) if is_large else prepare()
     kind = "forward" if call.forward_only else "forward_backward"
-    return await submit_call(caller, request_id, kind, prepared)
+    if isinstance(prepared, ForwardBackwardRun):
+        prepared, kind = await prepare_run_call(caller, prepared), "forward_backward_run"
+    elif call.is_sparse:
+        _require_dense_room(caller, len(prepared.content) - len(body))
+    return await submit_call(caller, RequestId(call.model_id, call.seq_id), kind, prepared)
 
 
 def _require_dense_room(caller: TinkerCaller, num_bytes: int) -> None:
@@ -145,24 +135,20 @@ def _require_dense_room(caller: TinkerCaller, num_bytes: int) -> None:
 
 
 async def _refusal(caller: TinkerCaller, model: ModelRecord, content: Content) -> Failure | None:
-    if not isinstance(content, LoadWeights):
+    """Return why a model cannot load a checkpoint; None if it can, and for other calls.
+
+    An earlier call that still waits may save one of the model itself: its worker checks that.
+    """
+    if not isinstance(content, LoadWeights) or content.path.model_id == model.model_id:
         return None
-    problem = await _problem_of_checkpoint(caller, model, content.path)
-    return refused(problem) if problem else None
-
-
-async def _problem_of_checkpoint(
-    caller: TinkerCaller, model: ModelRecord, path: CheckpointPath
-) -> str:
-    """Return the reason why the model cannot load a checkpoint; "" if it can."""
-    if path.model_id == model.model_id:
-        return ""  # an earlier call that still waits may save it: the worker checks it in its turn
+    path = content.path
     try:
         saved = await read_shared_async(caller.client, caller.owner, path)
     except RunNotFoundError as error:
-        return str(error)
+        return Failure(str(error), "user")
     for name in ("base_model", "lora_rank"):
         own, other = getattr(model, name), getattr(saved, name)
         if own != other:
-            return f"{name} of checkpoint {str(path)!r} is {other!r}, that of the model {own!r}"
-    return ""
+            text = f"{name} of checkpoint {str(path)!r} is {other!r}, that of the model {own!r}"
+            return Failure(text, "user")
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Annotated, Any, Final, Literal, cast
 
 import numpy as np
@@ -11,7 +10,6 @@ from pydantic import BeforeValidator, Field, PlainValidator, StrictInt
 
 from turnstream.batching.rows.operations import Operation
 from turnstream.errors import BatchingError
-from turnstream_server.gateway.tinker.header import CallHeader, DecodeOperation
 from turnstream_server.gateway.tinker.json_parts import (
     Int64,
     ModelInput,
@@ -23,9 +21,12 @@ from turnstream_server.gateway.tinker.loss_inputs import (
     LossInput,
     RawDatum,
     SparseRows,
+    TrainingCall,
     make_operation,
 )
 from turnstream_server.operations.contents import ForwardBackwardRun
+from turnstream_server.operations.request_ids import RequestId
+from turnstream_server.operations.results import value_or_failure
 
 _MAX_DATUMS: Final = 4096
 """Datums of one call; the SDK sends up to 1,024."""
@@ -77,22 +78,25 @@ class _Header(Part):
     seq_id: StrictInt
 
 
-def read_json(body: bytes, *, route: str) -> tuple[CallHeader, DecodeOperation]:
-    """Return the place of a call, and a function that decodes its datums.
+def read_json(body: bytes, *, route: str) -> TrainingCall:
+    """Return the call in a body.
 
     Raises:
         RecordError: the body is no JSON object with a model and a sequence number.
     """
     content, header = read_header(body, _Header)
-    decode = functools.partial(_operation, content, _INPUT_OF_ROUTE[route])
-    is_sparse = b'"sparse_crow_indices"' in body
-    return CallHeader(header.model_id, header.seq_id, is_sparse=is_sparse), decode
+    field, request_id = _INPUT_OF_ROUTE[route], str(RequestId(header.model_id, header.seq_id))
+    return TrainingCall(
+        model_id=header.model_id,
+        seq_id=header.seq_id,
+        forward_only=route == "forward",
+        is_sparse=b'"sparse_crow_indices"' in body,
+        operation=value_or_failure(lambda: _operation(content.get(field), field, request_id)),
+    )
 
 
-def _operation(
-    content: dict[str, Any], field: str, request_id: str
-) -> Operation | ForwardBackwardRun:
-    call = read_part(content.get(field), _Input, path=[field])
+def _operation(content: object, field: str, request_id: str) -> Operation | ForwardBackwardRun:
+    call = read_part(content, _Input, path=[field])
     data = [_datum(place, datum) for place, datum in enumerate(call.data)]
     return make_operation(request_id, data, loss=call.loss_fn, settings=call.loss_fn_config or {})
 

@@ -16,6 +16,7 @@ from turnstream.batching.rows.operations import LOSS_INPUTS, Datum, Operation, c
 from turnstream.errors import BatchingError
 from turnstream_server.gateway.tinker.run_calls import RUN, make_run_call, require_placeholder
 from turnstream_server.operations.contents import ForwardBackwardRun
+from turnstream_server.operations.results import Failure
 
 _DTYPES: Final[dict[str, str]] = {
     "target_tokens": "int64",
@@ -32,6 +33,24 @@ _REFUSED_CHUNKS: Final = {"image": "image", "image_asset_pointer": "image", "dme
 MAX_VALUES: Final = 1 << 21
 """Most values of one loss input in all datums of a call, counted as dense arrays. Sparse rows need
 no bytes for a shape of any size, and the result has a log-probability for each target."""
+
+
+class TrainingCall(NamedTuple):
+    """A call that runs datums through a model.
+
+    Attributes:
+        model_id: the model.
+        seq_id: place among the calls of the model, from 1.
+        forward_only: the gradients stay as they are.
+        is_sparse: its arrays may be far larger than its body.
+        operation: the operation, or the call on a run. A refused one uses up its number too.
+    """
+
+    model_id: str
+    seq_id: int
+    forward_only: bool
+    is_sparse: bool
+    operation: Operation | ForwardBackwardRun | Failure
 
 
 class SparseRows(NamedTuple):

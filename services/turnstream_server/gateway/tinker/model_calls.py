@@ -1,12 +1,7 @@
-"""The numbered calls of a model that have no datums: optimizer steps, saving and loading.
-
-As for a training call, reading finds the model and the number first. `ModelCall.decode` reads the
-rest, and a refusal uses up the number.
-"""
+"""The numbered calls of a model that have no datums: optimizer steps, saving and loading."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -26,6 +21,7 @@ from turnstream_server.operations.contents import (
     SaveForSampler,
     SaveWeights,
 )
+from turnstream_server.operations.results import Failure, value_or_failure
 
 _Number = Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)]
 _Beta = Annotated[_Number, Field(lt=1)]
@@ -38,12 +34,12 @@ class ModelCall(NamedTuple):
     Attributes:
         model_id: the model.
         seq_id: place among the calls of the model, from 1.
-        decode: returns the content, or raises BatchingError.
+        content: the rest. A refused one uses up its number too.
     """
 
     model_id: str
     seq_id: int
-    decode: Callable[[], Content]
+    content: Content | Failure
 
 
 class _Header(Part):
@@ -113,7 +109,8 @@ def read_model_call(body: bytes, *, route: str) -> ModelCall:
         RecordError: the body names no model and no sequence number.
     """
     content, header = read_header(body, _Header)
-    return ModelCall(header.model_id, header.seq_id, functools.partial(_DECODERS[route], content))
+    decoded = value_or_failure(lambda: _DECODERS[route](content))
+    return ModelCall(header.model_id, header.seq_id, decoded)
 
 
 def _forward_backward_run(content: dict[str, Any]) -> ForwardBackwardRun:

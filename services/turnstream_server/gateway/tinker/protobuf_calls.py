@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Final
 
 import numpy as np
@@ -12,22 +11,24 @@ from numpy.typing import NDArray
 from turnstream.batching.rows.operations import Operation
 from turnstream.errors import BatchingError, RecordError
 from turnstream.wire import tinker_pb2 as wire
-from turnstream_server.gateway.tinker.header import CallHeader, DecodeOperation
 from turnstream_server.gateway.tinker.loss_inputs import (
     LossInput,
     RawDatum,
     SparseRows,
+    TrainingCall,
     make_operation,
     require_tokens,
 )
 from turnstream_server.gateway.tinker.message_fields import check_fields
 from turnstream_server.operations.contents import ForwardBackwardRun
+from turnstream_server.operations.request_ids import RequestId
+from turnstream_server.operations.results import value_or_failure
 
 _DTYPES: Final = {wire.DTYPE_FLOAT32: "<f4", wire.DTYPE_INT64: "<i8"}
 
 
-def read_protobuf(body: bytes) -> tuple[CallHeader, DecodeOperation]:
-    """Return the place of a call, and a function that decodes its datums.
+def read_protobuf(body: bytes, *, route: str) -> TrainingCall:
+    """Return the call in a body.
 
     Raises:
         RecordError: the body is no such message.
@@ -42,13 +43,17 @@ def read_protobuf(body: bytes) -> tuple[CallHeader, DecodeOperation]:
         for datum in message.data
         for tensor in datum.loss_fn_inputs.values()
     )
-    header = CallHeader(message.model_id, message.seq_id, message.forward_only, is_sparse)
-    return header, functools.partial(_operation, message)
+    return TrainingCall(
+        model_id=message.model_id,
+        seq_id=message.seq_id,
+        forward_only=message.forward_only or route == "forward",
+        is_sparse=is_sparse,
+        operation=value_or_failure(lambda: _operation(message)),
+    )
 
 
-def _operation(
-    message: wire.ForwardBackwardRequest, request_id: str
-) -> Operation | ForwardBackwardRun:
+def _operation(message: wire.ForwardBackwardRequest) -> Operation | ForwardBackwardRun:
+    request_id = str(RequestId(message.model_id, message.seq_id))
     data = [_datum(place, datum) for place, datum in enumerate(message.data)]
     settings = _settings(message)
     return make_operation(request_id, data, loss=message.loss_fn, settings=settings)

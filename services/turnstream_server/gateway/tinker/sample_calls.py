@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
@@ -11,7 +9,6 @@ from numpy.typing import NDArray
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from turnstream.errors import BatchingError
-from turnstream_server.gateway.tinker.header import Decoded
 from turnstream_server.gateway.tinker.json_parts import (
     Int32,
     Int64,
@@ -22,6 +19,7 @@ from turnstream_server.gateway.tinker.json_parts import (
     read_part,
 )
 from turnstream_server.models.sampling_params import SamplingParams
+from turnstream_server.operations.results import Failure, value_or_failure
 
 _UNSUPPORTED: Final = ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n")
 """Fields of which the SDK requires an answer: 0 and null request none."""
@@ -41,13 +39,13 @@ class SampleCall(NamedTuple):
         sampling_session_id: the session.
         seq_id: number of the call, in no order; the same number again is the same call.
         num_samples: number of sequences, at least 1. The answer to the call names each.
-        sampling: decodes the rest, or raises BatchingError.
+        sampling: the rest. A refused one uses up its number too.
     """
 
     sampling_session_id: str
     seq_id: int
     num_samples: int
-    sampling: Callable[[], Sampling]
+    sampling: Sampling | Failure
 
 
 class _Header(Part):
@@ -73,12 +71,6 @@ class _Body(Part):
     topk_sample_logprobs: StrictInt | None = None
 
 
-def decode_sample_call(body: bytes) -> SampleCall:
-    """Return the call in a JSON body, with a decoded prompt; see `read_sample_call`."""
-    call = read_sample_call(body)
-    return call._replace(sampling=Decoded.run(call.sampling))
-
-
 def read_sample_call(body: bytes) -> SampleCall:
     """Return the call in a JSON body.
 
@@ -86,8 +78,12 @@ def read_sample_call(body: bytes) -> SampleCall:
         RecordError: the body names no session, no number, or no number of samples.
     """
     content, header = read_header(body, _Header)
-    decode = functools.partial(_sampling, content, header.num_samples)
-    return SampleCall(header.sampling_session_id, header.seq_id, header.num_samples, decode)
+    return SampleCall(
+        sampling_session_id=header.sampling_session_id,
+        seq_id=header.seq_id,
+        num_samples=header.num_samples,
+        sampling=value_or_failure(lambda: _sampling(content, header.num_samples)),
+    )
 
 
 def _sampling(content: dict[str, Any], num_samples: int) -> Sampling:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from turnstream.errors import BatchingError, RecordError
+from turnstream.errors import RecordError
 from turnstream_server.gateway.tinker.model_calls import ModelCall, read_model_call
 from turnstream_server.operations.checkpoint_paths import CheckpointPath
 from turnstream_server.operations.contents import (
@@ -18,6 +19,7 @@ from turnstream_server.operations.contents import (
     SaveForSampler,
     SaveWeights,
 )
+from turnstream_server.operations.results import Failure
 
 RECORDED = Path(__file__).parent / "recorded"
 RECIPIENT = "age10tprv6shyzh8k6z3y4uj6s0wu75td07y4r8k4wmp96fq5ser9cyqsts27q"
@@ -71,7 +73,7 @@ def test_calls_of_old_and_new_releases_are_read(
     call = _read(name, release=release)
 
     assert (call.model_id, call.seq_id) == place
-    assert call.decode() == expected
+    assert call.content == expected
 
 
 @pytest.mark.parametrize(
@@ -128,8 +130,9 @@ def test_bad_field_is_refused_by_name_and_value(
     call = _read(name, **changes)
 
     assert call.seq_id
-    with pytest.raises(BatchingError, match=message):
-        call.decode()
+    assert isinstance(call.content, Failure)
+    assert call.content.category == "user"
+    assert re.search(message, call.content.error), call.content.error
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from turnstream.errors import BatchingError, RecordError
+from turnstream.errors import RecordError
 from turnstream.wire import tinker_pb2 as wire
 from turnstream_server.gateway.tinker.encodings import JSON, PROTOBUF
-from turnstream_server.gateway.tinker.sample_calls import read_sample_call
+from turnstream_server.gateway.tinker.sample_calls import Sampling, read_sample_call
 from turnstream_server.gateway.tinker.sample_outputs import encode_sample
 from turnstream_server.models.sampling_params import (
     SampledSequence,
@@ -21,6 +22,7 @@ from turnstream_server.models.sampling_params import (
     StopReason,
     TopkLogprobs,
 )
+from turnstream_server.operations.results import Failure
 
 RECORDED = Path(__file__).parent / "recorded"
 NEW_ACCEPT = "application/x-protobuf, application/json"
@@ -50,7 +52,8 @@ RESULT = SampleResult(
 
 def test_call_of_a_new_release_has_all_parameters() -> None:
     call = read_sample_call((RECORDED / "sample-0.38.0.json").read_bytes())
-    prompt, params = call.sampling()
+    assert isinstance(call.sampling, Sampling)
+    prompt, params = call.sampling
 
     assert call[:3] == ("S:sample:0", 400_000_000, 2)
     assert (prompt.dtype, prompt.tolist()) == (np.int32, [5, 6, 7])
@@ -73,7 +76,8 @@ def test_fields_that_an_old_release_leaves_out_have_defaults() -> None:
     call = read_sample_call((RECORDED / "sample-0.16.1.json").read_bytes())
 
     assert call[:3] == ("S:sample:1", 0, 1)
-    assert call.sampling().params == SamplingParams(max_tokens=4)
+    assert isinstance(call.sampling, Sampling)
+    assert call.sampling.params == SamplingParams(max_tokens=4)
 
 
 def _body(**changes: Any) -> bytes:
@@ -89,8 +93,10 @@ def _body(**changes: Any) -> bytes:
     [(None, (None, ())), ([], ((), ())), ("A", ((), ("A",))), ([7, 9], ((7, 9), ()))],
 )
 def test_stop_is_absent_empty_text_or_tokens(stop: Any, expected: Any) -> None:
-    params = read_sample_call(_body(sampling_params__stop=stop)).sampling().params
+    sampling = read_sample_call(_body(sampling_params__stop=stop)).sampling
 
+    assert isinstance(sampling, Sampling)
+    params = sampling.params
     assert (params.stop_ids, params.stop_strings) == expected
 
 
@@ -124,8 +130,8 @@ def test_stop_is_absent_empty_text_or_tokens(stop: Any, expected: Any) -> None:
 def test_bad_field_is_refused_by_name_and_value(changes: dict[str, Any], message: str) -> None:
     call = read_sample_call(_body(**changes))
 
-    with pytest.raises(BatchingError, match=message):
-        call.sampling()
+    assert isinstance(call.sampling, Failure)
+    assert re.search(message, call.sampling.error), call.sampling.error
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnstream.batching.rows.operations import Datum, Operation
-from turnstream.errors import BatchingError, RecordError
+from turnstream.errors import RecordError
 from turnstream.wire import tinker_pb2 as wire
 from turnstream_server.gateway.tinker.encodings import JSON, PROTOBUF
+from turnstream_server.gateway.tinker.loss_inputs import TrainingCall
 from turnstream_server.gateway.tinker.message_fields import MAX_FIELDS
 from turnstream_server.gateway.tinker.training_calls import read_training_call
+from turnstream_server.operations.results import Failure
 
 RECORDED = Path(__file__).parent / "recorded"
 FLOAT_INPUTS = ("weights", "logprobs", "advantages", "sequence_ratio_mask")
@@ -28,11 +31,11 @@ DTYPES = {"float32": wire.DTYPE_FLOAT32, "int64": wire.DTYPE_INT64}
 def test_bodies_of_old_and_new_releases_are_one_operation() -> None:
     for name, content_type in (("ppo-0.38.0.bin", PROTOBUF), ("ppo-0.16.1.json", JSON)):
         call = _read(name, content_type)
-        operation = call.operation("r1")
+        operation = call.operation
         first, second = operation.data
 
         assert (call.model_id, call.seq_id, call.forward_only) == ("S:train:0", 3, False)
-        assert (operation.request_id, operation.loss) == ("r1", "ppo")
+        assert (operation.request_id, operation.loss) == ("S:train:0:3", "ppo")
         assert operation.settings == {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
         _assert_array(first.model_input, [5, 6, 7], np.int32)
         _assert_array(first.target_tokens, [6, 7, 8], np.int64)
@@ -45,7 +48,7 @@ def test_bodies_of_old_and_new_releases_are_one_operation() -> None:
 def test_sparse_weights_of_several_targets_are_dense_arrays() -> None:
     call = _read("cross_entropy-0.38.0.bin", PROTOBUF)
 
-    (datum,) = call.operation("r").data
+    (datum,) = call.operation.data
 
     assert call.forward_only
     _assert_array(datum.target_tokens, [[1, 2, 3], [4, 5, 6]], np.int64)
@@ -56,11 +59,11 @@ def test_forward_route_of_old_releases_is_forward_only() -> None:
     call = _read("forward-0.16.1.json", JSON, route="forward")
 
     assert call.forward_only
-    assert call.operation("r").loss == "cross_entropy"
+    assert call.operation.loss == "cross_entropy"
 
 
 def test_dense_arrays_of_protobuf_share_the_memory_of_the_message() -> None:
-    (first, _) = _read("ppo-0.38.0.bin", PROTOBUF).operation("r").data
+    (first, _) = _read("ppo-0.38.0.bin", PROTOBUF).operation.data
 
     assert first.advantages is not None
     assert isinstance(first.advantages.base, np.ndarray | bytes)
@@ -93,7 +96,7 @@ def test_both_encodings_carry_equal_operations(data: st.DataObject, lengths: lis
         )
     ]
 
-    one, other = (call.operation("r") for call in calls)
+    one, other = (call.operation for call in calls)
     assert isinstance(one, Operation)
     assert isinstance(other, Operation)
     assert one.settings == other.settings == {"beta": beta}
@@ -138,8 +141,7 @@ def test_bad_datums_are_refused_by_place_field_and_value(
             encode([GOOD, changed], loss=loss), content_type=kind, route="forward_backward"
         )
         assert (call.model_id, call.seq_id) == ("S:train:0", 7)
-        with pytest.raises(BatchingError, match=message):
-            call.operation("r")
+        assert_refused(call, message)
 
 
 @pytest.mark.parametrize("settings", [{"clip_range": 0.2}, {"clip_low_threshold": "low"}])
@@ -153,8 +155,13 @@ def test_bad_settings_of_a_loss_are_refused_by_name(settings: dict[str, Any]) ->
         call = read_training_call(
             encode([GOOD], loss="ppo", **settings), content_type=kind, route="forward_backward"
         )
-        with pytest.raises(BatchingError, match=expected):
-            call.operation("r")
+        assert_refused(call, expected)
+
+
+def assert_refused(call: TrainingCall, message: str) -> None:
+    assert isinstance(call.operation, Failure)
+    assert call.operation.category == "user"
+    assert re.search(message, call.operation.error), call.operation.error
 
 
 def _damaged(change: Callable[[wire.ForwardBackwardRequest], Any]) -> bytes:
@@ -202,7 +209,7 @@ def _sparse(rows: list[int], columns: list[int]) -> bytes:
             _damaged(lambda m: m.data[1].model_input.add().dmel.SetInParent()),
             "datum 1, model_input: chunks of type audio are not supported",
         ),
-        (_damaged(lambda m: m.ClearField("data")), "operation 'r' of 0 data"),
+        (_damaged(lambda m: m.ClearField("data")), "operation 'S:train:0:3' of 0 data"),
         *(
             (_sparse(rows, columns), r"datum 0, weights: indices of sparse rows do not fit")
             for rows, columns in (
@@ -219,8 +226,7 @@ def _sparse(rows: list[int], columns: list[int]) -> bytes:
 def test_damaged_protobuf_datums_are_refused(body: bytes, message: str) -> None:
     call = read_training_call(body, content_type=PROTOBUF, route="forward_backward")
 
-    with pytest.raises(BatchingError, match=message):
-        call.operation("r")
+    assert_refused(call, message)
 
 
 def test_shapes_are_limited_before_arrays_are_made() -> None:
@@ -232,14 +238,13 @@ def test_shapes_are_limited_before_arrays_are_made() -> None:
             tensor = wire.Tensor(sparse_csr=rows, dtype=dtype, shape=shape)
             message.data.extend([wire.Datum(loss_fn_inputs={name: tensor})] * 2)
             body = message.SerializeToString()
-            call = read_training_call(body, content_type=PROTOBUF, route="forward_backward")
 
-            assert call.is_sparse
             tracemalloc.start()
-            with pytest.raises(BatchingError, match=rf"{name}: \d+ values .* at most 2097152"):
-                call.operation("r")
+            call = read_training_call(body, content_type=PROTOBUF, route="forward_backward")
             _, peak_bytes = tracemalloc.get_traced_memory()
             tracemalloc.stop()
+            assert call.is_sparse
+            assert_refused(call, rf"{name}: \d+ values .* at most 2097152")
             assert peak_bytes < 1 << 20
 
 
@@ -262,8 +267,7 @@ def test_malformed_json_input_is_refused_by_path_and_value(
         json.dumps(body).encode(), content_type=JSON, route="forward_backward"
     )
 
-    with pytest.raises(BatchingError, match=message):
-        call.operation("r")
+    assert_refused(call, message)
 
 
 @pytest.mark.parametrize(
@@ -286,8 +290,7 @@ def test_json_number_of_another_type_is_refused_by_place(
         json.dumps(body).encode(), content_type=JSON, route="forward_backward"
     )
 
-    with pytest.raises(BatchingError, match=message):
-        call.operation("r")
+    assert_refused(call, message)
 
 
 @pytest.mark.parametrize(
