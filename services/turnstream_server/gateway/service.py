@@ -30,7 +30,6 @@ from turnstream_server.loops import background
 from turnstream_server.operations.bases import served_bases
 from turnstream_server.operations.kept_results import drop_due
 from turnstream_server.operations.sessions import close_silent
-from turnstream_server.operations.waiting import ResultWaiter
 from turnstream_server.options import split_address, write_address
 from turnstream_server.telemetry.checks import folder_check, store_check
 
@@ -94,9 +93,8 @@ async def serving(options: GatewayOptions) -> AsyncIterator[str]:
             bounded_client(options.redis_url, max_connections=options.max_store_connections)
         )
         waiting = await stack.enter_async_context(connect_async(options.redis_url, num_retries=0))
-        waiter = ResultWaiter(client, waiting)
-        await stack.enter_async_context(waiter.listening())
-        polls = Polls(client, waiter, hold_s=options.poll_s)
+        polls = Polls(client, waiting)
+        await stack.enter_async_context(polls.listening())
         deleting = _delete_without_end(client, silence_s=options.session_silence_s)
         await stack.enter_async_context(background(deleting, name="deletion"))
         await stack.enter_async_context(background(_return_memory_without_end(), name="memory"))

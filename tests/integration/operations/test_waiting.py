@@ -17,6 +17,7 @@ from testkit import wait_until_async
 from testkit.command_logs import BASE, OWNER
 from turnstream.store.client.connection import connect, connect_async
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.gateway.polls import Polls, UnknownRequestError
 from turnstream_server.operations.contents import CreateModel
 from turnstream_server.operations.keys import DONE, model_keys, sampler_keys
 from turnstream_server.operations.log import ModelLog, submit
@@ -24,19 +25,26 @@ from turnstream_server.operations.models import ModelRecord, create_model
 from turnstream_server.operations.request_ids import RequestId
 from turnstream_server.operations.results import Answer, Failure, decode_result, encode_result
 from turnstream_server.operations.samplers import SamplerRecord, refuse_sample, write_sampler_async
-from turnstream_server.operations.waiting import ResultWaiter, UnknownRequestError
 
 NUM_WAITERS = 1_000
 LARGE_BYTES = 64 << 20
 
 
 class Waiting(NamedTuple):
-    """A waiter, and a model to whose commands it waits."""
+    """The polls of a process, and a model to whose commands they wait."""
 
-    waiter: ResultWaiter
+    polls: Polls
     client: redis.asyncio.Redis
     url: str
     model_id: str
+
+    async def result(self, request_id: RequestId, *, hold_s: float = 60.0) -> bytes | None:
+        """Return the stored bytes of a result, as `Polls.result`."""
+
+        async def check() -> None:
+            """Accept every caller."""
+
+        return await self.polls.result(request_id, hold_s=hold_s, check=check)
 
     async def submit(self, number: int) -> RequestId:
         """Submit a command."""
@@ -64,11 +72,11 @@ async def _waiting(server: EmbeddedServer, model_id: str) -> AsyncIterator[Waiti
     # Without retries every outage is an error of the subscription.
     blocked = connect_async(server.url, num_retries=0)
     async with connect_async(server.url) as client, blocked:
-        waiter = ResultWaiter(client, blocked)
+        polls = Polls(client, blocked)
         record = ModelRecord(model_id, BASE, OWNER, lora_rank=4)
         await create_model(client, record, CreateModel(path=None, optimizer=False))
-        async with waiter.listening():
-            yield Waiting(waiter, client, server.url, model_id)
+        async with polls.listening():
+            yield Waiting(polls, client, server.url, model_id)
 
 
 @pytest.fixture
@@ -88,9 +96,7 @@ async def own_waiting(own_server: EmbeddedServer) -> Any:
 
 async def test_all_waiters_are_woken_at_once_by_one_subscription(waiting: Waiting) -> None:
     ids = [await waiting.submit(number) for number in range(1, NUM_WAITERS + 1)]
-    waits = [
-        asyncio.create_task(waiting.waiter.result(each, timeout_s=60.0)) for each in [*ids, ids[0]]
-    ]
+    waits = [asyncio.create_task(waiting.result(each)) for each in [*ids, ids[0]]]
     await wait_until_async(waiting.is_blocked)
 
     await asyncio.to_thread(waiting.run_all)
@@ -106,27 +112,27 @@ async def test_next_read_frees_the_buffer_of_a_large_result(waiting: Waiting) ->
     small, large = await waiting.submit(1), await waiting.submit(2)
     results = model_keys(waiting.model_id).results
     await waiting.client.hset(results, mapping={"1": b"s", "2": bytes(LARGE_BYTES)})
-    await waiting.waiter.result(small, timeout_s=0.0)
+    await waiting.result(small, hold_s=0.0)
     before = _resident_bytes()
 
-    await waiting.waiter.result(large, timeout_s=0.0)
-    await waiting.waiter.result(small, timeout_s=0.0)
+    await waiting.result(large, hold_s=0.0)
+    await waiting.result(small, hold_s=0.0)
 
     assert _resident_bytes() - before < LARGE_BYTES / 2
 
 
 async def test_result_that_is_there_or_never_comes_needs_no_notification(waiting: Waiting) -> None:
     request_id = await waiting.submit(1)
-    assert await waiting.waiter.result(request_id, timeout_s=0.0) is None
-    assert await waiting.waiter.result(request_id, timeout_s=0.05) is None
+    assert await waiting.result(request_id, hold_s=0.0) is None
+    assert await waiting.result(request_id, hold_s=0.05) is None
 
     keys = model_keys(waiting.model_id)
     stored = encode_result(Answer({}))
-    wait = asyncio.create_task(waiting.waiter.result(request_id, timeout_s=0.2))
+    wait = asyncio.create_task(waiting.result(request_id, hold_s=0.2))
     await asyncio.to_thread(_write, waiting.url, keys.results, stored)  # by a worker that crashed
 
     assert await wait == stored
-    assert await waiting.waiter.result(request_id, timeout_s=0.0) == stored
+    assert await waiting.result(request_id, hold_s=0.0) == stored
 
 
 def _resident_bytes() -> int:
@@ -143,7 +149,7 @@ def _write(url: str, key: str, stored: bytes) -> None:
 
 async def test_notification_without_a_result_does_not_end_a_wait(waiting: Waiting) -> None:
     request_id = await waiting.submit(1)
-    wait = asyncio.create_task(waiting.waiter.result(request_id, timeout_s=60.0))
+    wait = asyncio.create_task(waiting.result(request_id))
     await wait_until_async(waiting.is_blocked)
 
     for _ in range(3):
@@ -159,7 +165,7 @@ async def test_listener_reports_a_damaged_entry_and_continues(
     waiting: Waiting, caplog: pytest.LogCaptureFixture
 ) -> None:
     request_id = await waiting.submit(1)
-    wait = asyncio.create_task(waiting.waiter.result(request_id, timeout_s=60.0))
+    wait = asyncio.create_task(waiting.result(request_id))
     await wait_until_async(waiting.is_blocked)
 
     await waiting.client.xadd(DONE, {"r": b"\xff"})
@@ -180,7 +186,7 @@ async def test_listening_ends_in_any_state_of_its_connection(server: EmbeddedSer
             asyncio.timeout(10.0),
             connect_async(server.url) as client,
             connect_async(server.url) as blocked,
-            ResultWaiter(client, blocked).listening(),
+            Polls(client, blocked).listening(),
         ):
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -190,12 +196,12 @@ async def test_unknown_request_is_an_error_at_once(waiting: Waiting) -> None:
     for text in (f"{waiting.model_id}:9", "S:sample:0:1"):
         target, _, number = text.rpartition(":")
         with pytest.raises(UnknownRequestError, match=f"no request '{text}'"):
-            await waiting.waiter.result(RequestId(target, int(number)), timeout_s=60.0)
+            await waiting.result(RequestId(target, int(number)))
 
 
 async def test_wait_ends_with_an_error_when_its_session_is_closed(waiting: Waiting) -> None:
     request_id = await waiting.submit(1)
-    wait = asyncio.create_task(waiting.waiter.result(request_id, timeout_s=0.2))
+    wait = asyncio.create_task(waiting.result(request_id, hold_s=0.2))
     await wait_until_async(waiting.is_blocked)
 
     await waiting.client.delete(*model_keys(waiting.model_id))
@@ -214,7 +220,7 @@ async def test_refusals_notify_their_waiters(waiting: Waiting) -> None:
     request_id = RequestId(sampler.sampler_id, 1)
     await wait_until_async(waiting.is_blocked)
     before = await waiting.num_reads()
-    wait = asyncio.create_task(waiting.waiter.result(request_id, timeout_s=60.0))
+    wait = asyncio.create_task(waiting.result(request_id))
 
     async def has_read() -> bool:
         return await waiting.num_reads() > before
@@ -231,7 +237,7 @@ async def test_result_written_while_the_store_restarts_is_found(
     own_waiting: Waiting, own_server: EmbeddedServer
 ) -> None:
     request_id = await own_waiting.submit(1)
-    wait = asyncio.create_task(own_waiting.waiter.result(request_id, timeout_s=60.0))
+    wait = asyncio.create_task(own_waiting.result(request_id))
     await wait_until_async(own_waiting.is_blocked)
 
     await asyncio.to_thread(own_server.kill)
@@ -246,7 +252,7 @@ async def test_result_whose_notification_was_lost_is_found_after_a_restart(
     own_waiting: Waiting, own_server: EmbeddedServer
 ) -> None:
     request_id = await own_waiting.submit(1)
-    wait = asyncio.create_task(own_waiting.waiter.result(request_id, timeout_s=60.0))
+    wait = asyncio.create_task(own_waiting.result(request_id))
     await wait_until_async(own_waiting.is_blocked)
     results = model_keys(own_waiting.model_id).results
     await asyncio.to_thread(_write, own_waiting.url, results, encode_result(Answer({})))

@@ -14,7 +14,6 @@ from turnstream_server.gateway.key_limits import LimitedApp
 from turnstream_server.gateway.polls import Polls
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.gateway.store_clients import StoreThreads
-from turnstream_server.operations.waiting import ResultWaiter
 
 _URL = "redis://127.0.0.1:1"  # no request reaches the store
 _HEADERS = [(b"host", b"localhost"), (b"content-type", b"application/json")]
@@ -22,11 +21,7 @@ _HEADERS = [(b"host", b"localhost"), (b"content-type", b"application/json")]
 
 async def test_request_whose_body_no_route_reads_takes_a_place() -> None:
     client, ends, running = redis.asyncio.Redis.from_url(_URL), asyncio.Event(), set[str]()
-    gateway = Gateway(
-        GatewayOptions(redis_url=_URL),
-        client,
-        Polls(client, ResultWaiter(client, client), hold_s=0),
-    )
+    gateway = Gateway(GatewayOptions(redis_url=_URL), client, Polls(client, client))
 
     async def route(scope: Scope, _: Receive, send: Send) -> None:
         running.add(scope["path"])

@@ -11,6 +11,7 @@ from pydantic import StrictStr
 
 from turnstream.errors import BatchingError, UnavailableError
 from turnstream_server.gateway.bodies import Body, json_response
+from turnstream_server.gateway.polls import DroppedResultError, UnknownRequestError
 from turnstream_server.gateway.state import session_of
 from turnstream_server.gateway.tinker.encodings import Encoded, as_json
 from turnstream_server.gateway.tinker.json_parts import Part, read_fields
@@ -21,7 +22,6 @@ from turnstream_server.operations.kept_results import keep_fetched
 from turnstream_server.operations.request_ids import RequestId, parse_request_id
 from turnstream_server.operations.results import Answer, Failure, TrainingOutput, decode_result
 from turnstream_server.operations.samplers import cancel_sample
-from turnstream_server.operations.waiting import DroppedResultError, UnknownRequestError
 
 router = APIRouter()
 
@@ -38,8 +38,11 @@ async def retrieve_future(request: Request, body: Body, caller: Authenticated) -
     """
     request_id = _request_id(body)
     try:
-        check = functools.partial(caller.require_target, request_id)
-        stored = await caller.gateway.polls.result(request_id, check=check)
+        stored = await caller.gateway.polls.result(
+            request_id,
+            hold_s=caller.gateway.options.poll_s,
+            check=functools.partial(caller.require_target, request_id),
+        )
     except UnknownRequestError as error:
         status = await _status_of_unknown(caller, request_id)
         raise HTTPException(status, str(error)) from error
