@@ -25,6 +25,7 @@ from turnstream.batching.packing.microbatch import Budget
 from turnstream.batching.rows.operations import Operation
 from turnstream.records.batches import decode_mini_batch
 from turnstream.store.client.connection import connect, connect_async
+from turnstream.worker.operation_pulls import PulledOperations
 from turnstream_server import failpoints
 from turnstream_server.batcher.assembly import operation_shares
 from turnstream_server.batcher.assembly.operation_shares import (
@@ -34,10 +35,9 @@ from turnstream_server.batcher.assembly.operation_shares import (
 from turnstream_server.engine.host import Host, Lockstep, Outputs
 from turnstream_server.engine.hosted_base import OPTIMIZER, EngineSettings, HostedBase
 from turnstream_server.engine.hosted_model import ModelSettings
-from turnstream_server.engine.loop import EngineLoop, LoopSettings
+from turnstream_server.engine.loop import EngineLoop
 from turnstream_server.engine.options import EngineOptions
 from turnstream_server.engine.service import run_engine, sessions_at
-from turnstream_server.engine.shares import OperationShare, ReadShares
 from turnstream_server.operations.bases import BaseModel
 from turnstream_server.operations.checkpoint_paths import CheckpointPath
 from turnstream_server.operations.checkpoints import folder_of
@@ -55,7 +55,6 @@ from turnstream_server.operations.models import ModelRecord, create_model
 from turnstream_server.operations.operation_records import encode_operation
 from turnstream_server.operations.results import Answer, Failure, Result, decode_result
 from turnstream_server.operations.sessions import add_member, close_silent
-from turnstream_server.trainer.operations import OperationLoss
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
 
 torch.set_num_threads(1)
@@ -274,8 +273,8 @@ def serve(
             return
         served = BaseModel(model_host.name, base.context_length, base.vocab_size, "", base.max_rank)
         own = ModelSettings(worker="w", checkpoint_every=checkpoint_every, gap_s=0.5)
-        loop_settings = LoopSettings(root=model_host.root, models=own)
-        EngineLoop(client, [served], call=call, settings=loop_settings).run(is_done)
+        loop = EngineLoop(client, [served], root=model_host.root, call=call, settings=own)
+        loop.run(is_done)
         call.stop()
 
 
@@ -298,7 +297,7 @@ def serve_ranks(
 def shares_of(client: redis.Redis, ranks: Ranks) -> ReadShares:
     """Return a reader of the rows of a rank that cuts them as a batcher does."""
 
-    def read(model_id: str, run: Run, skipped: frozenset[int]) -> list[OperationShare]:
+    def read(model_id: str, run: Run, skipped: frozenset[int]) -> list[PulledOperations]:
         keys = model_keys(model_id)
         numbers = [each for each in run.numbers if each not in skipped]
         found: Any = client.hmget(keys.bodies, [*map(str, numbers)])
@@ -306,9 +305,10 @@ def shares_of(client: redis.Redis, ranks: Ranks) -> ReadShares:
         size = ranks.world_size
         cut = cut_operations(model_id, bodies, first=run.first, dp_world_size=size)
         return [
-            OperationShare(
+            PulledOperations(
                 decode_mini_batch(encode_operation_share(cut, index=k, dp_rank=ranks.rank).data),
-                OperationLoss(name=each.loss, settings=each.settings),
+                each.loss,
+                each.settings,
             )
             for k, each in enumerate(cut.passes)
         ]

@@ -84,17 +84,13 @@ class DurableFolders:
         return {run: RunPosition(**fields) for run, fields in stored.items()}
 
 
-def result_file(result: Result | None) -> dict[str, bytes]:
-    """Return the file with the result of an operation, which is written after the checkpoint."""
-    return {} if result is None else {_RESULT: encode_result(result)}
-
-
-def positions_file(positions: Mapping[str, RunPosition]) -> dict[str, bytes]:
-    """Return the file that holds the positions in runs."""
-    if not positions:
-        return {}
-    stored = {run: each._asdict() for run, each in positions.items()}
-    return {_RUNS: json.dumps(stored, sort_keys=True).encode()}
+def further_files(result: Result | None, positions: Mapping[str, RunPosition]) -> dict[str, bytes]:
+    """Return the files of a checkpoint with the result of its operation, and positions in runs."""
+    files = {} if result is None else {_RESULT: encode_result(result)}
+    if positions:
+        stored = {run: each._asdict() for run, each in positions.items()}
+        files[_RUNS] = json.dumps(stored, sort_keys=True).encode()
+    return files
 
 
 def durable_models(root: Path) -> list[str]:

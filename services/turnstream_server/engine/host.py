@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
@@ -13,15 +14,16 @@ import torch
 from numpy.typing import NDArray
 
 from turnstream.errors import TurnstreamError
+from turnstream.worker.operation_pulls import PulledOperations
 from turnstream_server.engine.hosted_base import HostedBase, LoadedModel, write
 from turnstream_server.engine.run_streams import OpenStream, RunStreams
 from turnstream_server.engine.run_training import RunReport, check_fits, train_mini_batch
-from turnstream_server.engine.shares import OperationShare, ReadShares, one_pass_each
 from turnstream_server.models.folders import name_base, new_folder
 from turnstream_server.operations.age import encrypt_folder
 from turnstream_server.operations.contents import ForwardBackwardRun
 from turnstream_server.operations.log import Run
 from turnstream_server.operations.models import ModelRecord
+from turnstream_server.trainer.operations import OperationLoss
 from turnstream_server.trainer.passes import Turns
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
 from turnstream_server.trainer.reports import StepReport
@@ -31,6 +33,12 @@ logger = logging.getLogger(__name__)
 
 _P = ParamSpec("_P")
 _Value = TypeVar("_Value")
+
+
+ReadShares = Callable[[str, Run, frozenset[int]], Sequence[PulledOperations]]
+"""Takes the id of a model, training calls, and the numbers among them that are skipped.
+
+Returns the shares of this rank, in the order of the passes. All ranks have equally many."""
 
 
 class RankError(Exception):
@@ -53,7 +61,7 @@ Outputs = dict[tuple[str, int], DatumOutput]
 """Results by request id and index of the datum."""
 
 
-class Host:
+class Host(RunStreams):
     """The models of a worker on one rank.
 
     Args:
@@ -71,14 +79,14 @@ class Host:
         open_stream: OpenStream | None = None,
         ranks: Ranks = ONE_RANK,
     ) -> None:
+        super().__init__(open_stream)
         self._bases = bases
         self._read_shares = read_shares
         self._ranks = ranks
         self._models: dict[str, LoadedModel] = {}
-        self._shares: dict[str, Sequence[OperationShare]] = {}
+        self._shares: dict[str, Sequence[PulledOperations]] = {}
         self._begun: dict[str, Turns[Any]] = {}
         """Training calls that have passes left, by the id of their model."""
-        self._runs = RunStreams(open_stream)
 
     def make(self, record: ModelRecord) -> None:
         """Make a model from its base model; BatchingError if the base model has no such models."""
@@ -99,7 +107,7 @@ class Host:
         """Free the weights of a model, if it is loaded, and close its runs."""
         self._shares.pop(record.model_id, None)
         self._begun.pop(record.model_id, None)
-        self._runs.close(record.model_id)
+        self.close_runs(record.model_id)
         loaded = self._models.pop(record.model_id, None)
         if loaded is not None:
             self._bases[record.base_model].release(loaded)
@@ -133,12 +141,22 @@ class Host:
         engine = self._models[model_id].engine
         run = engine.forward_backward_operations if adds_gradient else engine.forward_operations
         outputs: Outputs = {}
-        for place, share in enumerate(one_pass_each(self._shares.pop(model_id))):
+        passes = [
+            (share, own)
+            for share in self._shares.pop(model_id)
+            for own in share.mini_batch.info.micro_batches
+        ]
+        for place, (share, own) in enumerate(passes):
             if place:
                 yield
-            report, rows = run(share.mini_batch, loss=share.loss), share.mini_batch.rows
+            rows, loss = (
+                share.mini_batch.rows,
+                OperationLoss(name=share.loss, settings=share.settings),
+            )
+            info = replace(share.mini_batch.info, micro_batches=(own,))
+            report = run(replace(share.mini_batch, info=info), loss=loss)
             assert rows.operations is not None
-            for row in share.mini_batch.info.micro_batches[0]:
+            for row in own:
                 row_id = int(rows.row_id[row])
                 if row_id in report.losses:  # an inert row has none
                     name = rows.operations.request_id[row], int(rows.operations.datum_index[row])
@@ -149,19 +167,17 @@ class Host:
         """Return whether the gradients of this rank since the last step are finite."""
         return self._models[model_id].engine.has_finite_gradient()
 
-    def open_run(self, model_id: str, run: str, *, token: str, session: str) -> None:
-        """Begin a trainer session of a run; errors as of `RunStreams.open`."""
-        self._runs.open(model_id, run, token=token, session=session)
-
     def pull_run(self, record: ModelRecord, run: str, *, timeout_s: float) -> None:
-        """Pull the next mini-batch of a run; errors as of `RunStreams.pull`.
+        """Pull the next mini-batch of a run.
 
         Raises:
+            NotReadyError: it has not come within `timeout_s`.
+            RunRefusedError: the session has ended, or the run is finished.
             BatchingError: its rows do not fit the base model.
         """
         base = self._bases[record.base_model]
         self._begun.pop(record.model_id, None)  # it has failed on another rank
-        mini_batch = self._runs.pull(record.model_id, run, timeout_s=timeout_s)
+        mini_batch = self._pull(record.model_id, run, timeout_s=timeout_s)
         check_fits(mini_batch, context_length=base.context_length, vocab_size=base.vocab_size)
 
     def train_run(self, model_id: str, content: ForwardBackwardRun) -> RunReport | None:
@@ -171,31 +187,11 @@ class Host:
         """
 
         def begin() -> Turns[RunReport]:
-            mini_batch = self._runs.take(model_id, content.run)
+            mini_batch = self._take(model_id, content.run)
             engine = self._models[model_id].engine
             return train_mini_batch(engine, mini_batch, content, ranks=self._ranks)
 
         return self._next_turn(model_id, begin)
-
-    def drop_run(self, model_id: str, run: str) -> None:
-        """Take the mini-batch of `pull_run`, and drop it."""
-        self._runs.take(model_id, run)
-
-    def step_run(self, model_id: str, run: str) -> str:
-        """Acknowledge the step of the mini-batch that was taken; return its recovery token."""
-        return self._runs.step(model_id, run)
-
-    def commit_run(self, model_id: str, run: str, *, token: str) -> None:
-        """Acknowledge that a durable checkpoint with this token is on disk."""
-        self._runs.commit(model_id, run, token=token)
-
-    def close_runs(self, model_id: str) -> None:
-        """Close the streams of the runs of a model."""
-        self._runs.close(model_id)
-
-    def close(self) -> None:
-        """Close all streams."""
-        self._runs.close_all()
 
     def optim_step(self, model_id: str, settings: AdamSettings) -> StepReport:
         """Apply the gradients of all ranks; without any, their sum is zero."""

@@ -25,12 +25,7 @@ from turnstream.errors import (
     RunNotFoundError,
     UnavailableError,
 )
-from turnstream_server.engine.durable import (
-    DurableFolders,
-    positions_file,
-    remove_session_files,
-    result_file,
-)
+from turnstream_server.engine.durable import DurableFolders, further_files
 from turnstream_server.engine.host import Host, Lockstep
 from turnstream_server.engine.metrics import OPERATION_SECONDS, OPERATIONS
 from turnstream_server.engine.saving import Saver
@@ -114,7 +109,6 @@ class HostedModel:
     ) -> None:
         self.record = record
         self._client = client
-        self._root = root
         self._call = call
         self._settings = settings
         self._saver = Saver(client=client, root=root, call=call)
@@ -195,10 +189,6 @@ class HostedModel:
         """Free the weights of the model."""
         self._is_built, self._turns = False, None
         self._call(Host.unload, self.record)
-
-    def remove_files(self) -> None:
-        """Remove all that only the session of the model needs, after its end."""
-        remove_session_files(self._root, self.record.model_id)
 
     def _build(self) -> Turns[ModelLog]:
         """Acquire the log, and build the model from its durable checkpoint and what follows."""
@@ -370,7 +360,7 @@ class HostedModel:
             log.model_id,
             self._durable.path(name),
             optimizer=True,
-            files=result_file(result) | positions_file(self._runs.positions()),
+            files=further_files(result, self._runs.positions()),
         )
         failpoint("engine.after_durable")
         failpoint("engine.before_cover")

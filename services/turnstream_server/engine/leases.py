@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import redis
 
-from turnstream.errors import EndOfRunError, RejectedError, UnavailableError
+from turnstream.errors import RejectedError, UnavailableError
 from turnstream_server.operations.bases import BaseModel, register_base
 
 logger = logging.getLogger(__name__)
@@ -17,14 +17,6 @@ logger = logging.getLogger(__name__)
 _RENEW_S: Final = 4.0
 _REGISTER_EVERY: Final = 2
 """Renewals between two registrations of the base models, which last 30 s."""
-
-
-class Renewed(Protocol):
-    """Anything with a lease."""
-
-    def renew(self) -> None:
-        """Renew the lease; FencedError or EndOfRunError once it has ended."""
-        ...
 
 
 class Leases:
@@ -38,7 +30,7 @@ class Leases:
     def __init__(self, client: redis.Redis, bases: Sequence[BaseModel]) -> None:
         self._client = client
         self._bases = bases
-        self._held: dict[str, Renewed] = {}
+        self._held: dict[str, Callable[[], None]] = {}
         self._ended: dict[str, RejectedError] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
@@ -51,9 +43,9 @@ class Leases:
         self._stopped.set()
         self._thread.join()
 
-    def hold(self, name: str, lease: Renewed) -> None:
-        """Renew a lease from now on."""
-        self._held[name] = lease
+    def hold(self, name: str, renew: Callable[[], None]) -> None:
+        """Renew a lease from now on, by a call that raises RejectedError once it has ended."""
+        self._held[name] = renew
 
     def drop(self, name: str) -> None:
         """Stop renewing a lease."""
@@ -81,14 +73,9 @@ class Leases:
                 return
 
     def _renew(self) -> None:
-        for name, lease in [*self._held.items()]:
+        for name, renew in [*self._held.items()]:
             try:
-                lease.renew()
+                renew()
             except RejectedError as error:
                 if name in self._held:
                     self._ended[name] = error
-
-
-def is_end(error: RejectedError) -> bool:
-    """Return whether the session of a model has ended, and no other worker runs it."""
-    return isinstance(error, EndOfRunError)

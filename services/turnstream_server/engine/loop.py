@@ -5,26 +5,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
 
 import redis
 
 from turnstream.errors import (
+    EndOfRunError,
     FencedError,
     NotReadyError,
     RejectedError,
     RunNotFoundError,
     UnavailableError,
 )
+from turnstream_server.engine.durable import durable_models, remove_session_files
 from turnstream_server.engine.host import Host, Lockstep
 from turnstream_server.engine.hosted_model import HostedModel, ModelSettings
-from turnstream_server.engine.leases import Leases, is_end
-from turnstream_server.engine.sweeping import remove_due, remove_ended
+from turnstream_server.engine.leases import Leases
+from turnstream_server.models.folders import remove_folder
 from turnstream_server.operations.announcing import Wakeups
 from turnstream_server.operations.bases import BaseModel
+from turnstream_server.operations.checkpoint_paths import CheckpointPath
+from turnstream_server.operations.checkpoints import due_folders, folder_removed
 from turnstream_server.operations.models import models_of_base, read_model
 
 logger = logging.getLogger(__name__)
@@ -39,19 +42,6 @@ _PAUSE_S: Final = 1.0
 """Pause of a model after an error of the store or a batcher."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopSettings:
-    """Settings of the loop.
-
-    Attributes:
-        root: shared folder of the workers.
-        models: settings of all models.
-    """
-
-    root: Path
-    models: ModelSettings
-
-
 class EngineLoop:
     """Runs the operations of all models of some base models.
 
@@ -61,8 +51,9 @@ class EngineLoop:
     Args:
         client: the store.
         bases: the base models.
+        root: shared folder of the workers.
         call: calls of all ranks.
-        settings: see `LoopSettings`.
+        settings: those of all models.
     """
 
     def __init__(
@@ -70,11 +61,13 @@ class EngineLoop:
         client: redis.Redis,
         bases: Sequence[BaseModel],
         *,
+        root: Path,
         call: Lockstep,
-        settings: LoopSettings,
+        settings: ModelSettings,
     ) -> None:
         self._client = client
         self._bases = [each.name for each in bases]
+        self._root = root
         self._call = call
         self._settings = settings
         self._wakeups = Wakeups(client)
@@ -126,9 +119,8 @@ class EngineLoop:
         if self._is_due("scan", every_s=_SCAN_S):
             self._scan()
         if self._is_due("sweep", every_s=_SWEEP_S):
-            root = self._settings.root
-            remove_due(self._client, root, is_held=self._models.__contains__)
-            remove_ended(self._client, root, bases=self._bases)
+            remove_due(self._client, self._root, is_held=self._models.__contains__)
+            _remove_ended(self._client, self._root, bases=self._bases)
         if self._is_due("beat", every_s=_BEAT_S):
             self._call(Host.nothing)
 
@@ -146,9 +138,9 @@ class EngineLoop:
         return HostedModel(
             self._client,
             read_model(self._client, model_id),
-            root=self._settings.root,
+            root=self._root,
             call=self._call,
-            settings=self._settings.models,
+            settings=self._settings,
         )
 
     def _advance(self, model_id: str) -> bool:
@@ -157,7 +149,7 @@ class EngineLoop:
         A model without operations is not ready any more. One with operations is the last in turn.
         """
         model = self._models[model_id]
-        self._leases.hold(model_id, model)
+        self._leases.hold(model_id, model.renew)
         try:
             has_run = model.advance()
         except NotReadyError as error:  # generators may take minutes for a batch
@@ -190,10 +182,10 @@ class EngineLoop:
         if model is None:
             return
         model.unload()
-        if is_end(error):
-            model.remove_files()
+        if isinstance(error, EndOfRunError):
+            remove_session_files(self._root, model_id)
             self._not_before_s.pop(model_id, None)
-        if is_end(error) or isinstance(error, FencedError):
+        if isinstance(error, EndOfRunError | FencedError):
             logger.info("model %s is unloaded: %s", model_id, error)
 
     def _stop(self) -> None:
@@ -209,4 +201,37 @@ class EngineLoop:
         if now_s < self._due_s.get(name, 0.0):
             return False
         self._due_s[name] = now_s + every_s
+        return True
+
+
+def remove_due(client: redis.Redis, root: Path, *, is_held: Callable[[str], bool]) -> None:
+    """Remove the folders of deleted and expired checkpoints.
+
+    A model may save under the same name at the same time. So folders of a model in an open session
+    are removed by its worker alone.
+    """
+    for entry, folder in due_folders(client):
+        path = CheckpointPath.parse(entry.partition(" ")[2])
+        if not is_held(path.model_id) and not _has_ended(client, path.model_id):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another worker removes it too
+            remove_folder(root / folder)
+        folder_removed(client, entry)
+        logger.info("removed checkpoint %s", path)
+
+
+def _remove_ended(client: redis.Redis, root: Path, *, bases: Collection[str]) -> None:
+    """Remove the files of models that have ended while no worker ran them."""
+    for model_id in durable_models(root):
+        # An emptied store has no records. The files of its models are kept.
+        with contextlib.suppress(RunNotFoundError):
+            record = read_model(client, model_id)
+            if record.ended and record.base_model in bases:
+                remove_session_files(root, model_id)
+
+
+def _has_ended(client: redis.Redis, model_id: str) -> bool:
+    try:
+        return bool(read_model(client, model_id).ended)
+    except RunNotFoundError:
         return True

@@ -54,7 +54,7 @@ class _Session:
 
 
 class RunStreams:
-    """The streams of one rank, by model and run.
+    """The streams of one rank, by model and run: the part of a `Host` that reads runs.
 
     All calls are safe to repeat after an error. Ranks that had no error keep what they have.
 
@@ -66,7 +66,7 @@ class RunStreams:
         self._open_stream = open_stream
         self._sessions: dict[_Key, _Session] = {}
 
-    def open(self, model_id: str, run: str, *, token: str, session: str) -> None:
+    def open_run(self, model_id: str, run: str, *, token: str, session: str) -> None:
         """Begin a trainer session after the step of a token; it replaces an older one.
 
         Raises:
@@ -75,12 +75,12 @@ class RunStreams:
         if self._open_stream is None:
             raise RunRefusedError(f"run {run!r}: this worker has no batcher")
         key = _Key(model_id, run)
-        self._close(key)
+        self._close_stream(key)
         with _refusing(run):
             self._sessions[key] = _Session(self._open_stream(run, token, session))
 
-    def pull(self, model_id: str, run: str, *, timeout_s: float) -> PulledMiniBatch:
-        """Return the next mini-batch, which stays the next one until `take`.
+    def _pull(self, model_id: str, run: str, *, timeout_s: float) -> PulledMiniBatch:
+        """Return the next mini-batch, which stays the next one until it is taken.
 
         Raises:
             NotReadyError: it has not come within `timeout_s`.
@@ -95,15 +95,19 @@ class RunStreams:
             raise NotReadyError(f"the next mini-batch of run {run!r} has not come: {reason}")
         return own.pulled
 
-    def take(self, model_id: str, run: str) -> PulledMiniBatch:
-        """Return the mini-batch of `pull`; the next `pull` returns the one after it."""
+    def drop_run(self, model_id: str, run: str) -> None:
+        """Take the mini-batch that was pulled, and drop it."""
+        self._take(model_id, run)
+
+    def _take(self, model_id: str, run: str) -> PulledMiniBatch:
+        """Return the mini-batch that was pulled; the next pull returns the one after it."""
         own = self._sessions[_Key(model_id, run)]
         assert own.pulled is not None
         mini_batch, own.pulled = own.pulled, None
         own.last = mini_batch.info
         return mini_batch
 
-    def step(self, model_id: str, run: str) -> str:
+    def step_run(self, model_id: str, run: str) -> str:
         """Acknowledge the step whose last mini-batch was taken; return its recovery token."""
         own = self._sessions[_Key(model_id, run)]
         assert own.last is not None
@@ -112,23 +116,23 @@ class RunStreams:
                 own.stepped = own.last.step, str(own.stream.stepped())
         return own.stepped[1]
 
-    def commit(self, model_id: str, run: str, *, token: str) -> None:
-        """Acknowledge that a checkpoint with this token is on disk."""
+    def commit_run(self, model_id: str, run: str, *, token: str) -> None:
+        """Acknowledge that a durable checkpoint with this token is on disk."""
         with _refusing(run):
             self._sessions[_Key(model_id, run)].stream.committed(token)
 
-    def close(self, model_id: str) -> None:
+    def close_runs(self, model_id: str) -> None:
         """Close the streams of a model; their sessions stay until another one begins."""
         for key in [*self._sessions]:
             if key.model_id == model_id:
-                self._close(key)
+                self._close_stream(key)
 
-    def close_all(self) -> None:
+    def close(self) -> None:
         """Close all streams."""
         for key in [*self._sessions]:
-            self._close(key)
+            self._close_stream(key)
 
-    def _close(self, key: _Key) -> None:
+    def _close_stream(self, key: _Key) -> None:
         own = self._sessions.pop(key, None)
         if own is not None:
             own.stream.close()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import redis
 
@@ -13,7 +12,7 @@ from turnstream.errors import BatchingError, RunNotFoundError
 from turnstream.store.client.replies import translating
 from turnstream_server.engine.host import Host, Lockstep
 from turnstream_server.failpoints import failpoint
-from turnstream_server.operations.checkpoint_paths import CheckpointPath
+from turnstream_server.operations.checkpoint_paths import CheckpointKind, CheckpointPath
 from turnstream_server.operations.checkpoints import (
     SavedCheckpoint,
     folder_of,
@@ -30,6 +29,12 @@ from turnstream_server.operations.results import Answer
 from turnstream_server.operations.samplers import SamplerRecord, write_sampler
 
 _MODEL_FIELDS = ("base_model", "lora_rank", "train_attn", "train_mlp", "train_unembed")
+_ANSWERS: Final = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
+"""The type of the answer to a save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,28 +53,19 @@ class Saver:
 
     def save_weights(self, record: ModelRecord, number: int, content: SaveWeights) -> Answer:
         """Save weights and moments; BatchingError if the name is taken."""
-        path = CheckpointPath(record.model_id, "weights", content.name)
-        self._save(record, number, content, path, overwrite=content.overwrite)
-        return Answer({"path": str(path), "type": "save_weights"})
+        return self._save(record, number, content, "weights")
 
     def save_for_sampler(self, record: ModelRecord, number: int, content: SaveForSampler) -> Answer:
         """Save weights for sampling; BatchingError if the name is taken."""
+        if content.sampling_session_seq_id is None:
+            return self._save(record, number, content, "sampler_weights")
+        sampler = self._save_for_session(record, content.sampling_session_seq_id)
         kind = "save_weights_for_sampler"
-        if content.sampling_session_seq_id is not None:
-            sampler = self._save_for_session(record, content.sampling_session_seq_id)
-            return Answer({"sampling_session_id": sampler, "path": None, "type": kind})
-        path = CheckpointPath(record.model_id, "sampler_weights", content.name)
-        self._save(record, number, content, path, overwrite=False)
-        return Answer({"path": str(path), "type": kind})
+        return Answer({"sampling_session_id": sampler, "path": None, "type": kind})
 
     def save_external(self, record: ModelRecord, number: int, content: SaveExternal) -> Answer:
         """Export weights; BatchingError if the name is taken."""
-        path = CheckpointPath(record.model_id, "external_weights", content.name)
-        request_id = self._request_id(record, number, path)
-        folder = self.root / folder_of(path)
-        size = self.call(Host.export, record, folder, recipients=content.recipients)[0]
-        self._write_record(record, path, request_id, size=size, ttl_seconds=content.ttl_seconds)
-        return Answer({"path": str(path), "type": "save_weights_external"})
+        return self._save(record, number, content, "external_weights")
 
     def loadable(self, record: ModelRecord, path: CheckpointPath) -> Path:
         """Return the folder of a checkpoint that a model can load.
@@ -99,56 +95,34 @@ class Saver:
         self,
         record: ModelRecord,
         number: int,
-        content: SaveWeights | SaveForSampler,
-        path: CheckpointPath,
-        *,
-        overwrite: bool,
-    ) -> None:
-        request_id = self._request_id(record, number, path, overwrite=overwrite)
-        is_whole = path.kind == "weights"
-        folder = self.root / folder_of(path)
-        size = self.call(Host.save, record.model_id, folder, optimizer=is_whole, files={})[0]
-        self._write_record(
-            record,
-            path,
-            request_id,
-            size=size,
-            ttl_seconds=content.ttl_seconds,
-            user_metadata=content.user_metadata,
-        )
-
-    def _request_id(
-        self, record: ModelRecord, number: int, path: CheckpointPath, *, overwrite: bool = False
-    ) -> str:
-        """Return the id of a save; BatchingError if another one has taken the name."""
+        content: SaveWeights | SaveForSampler | SaveExternal,
+        kind: CheckpointKind,
+    ) -> Answer:
+        """Write a folder, and then the record that names it. The same call may do so again."""
+        path = CheckpointPath(record.model_id, kind, content.name)
         request_id = str(RequestId(record.model_id, number))
-        if not overwrite and self._saved_by(record.owner, path) not in ("", request_id):
+        is_replaced = isinstance(content, SaveWeights) and content.overwrite
+        if not is_replaced and self._saved_by(record.owner, path) not in ("", request_id):
             raise BatchingError(f"name is {path.name!r}: there is a checkpoint {str(path)!r}")
-        return request_id
-
-    def _write_record(
-        self,
-        record: ModelRecord,
-        path: CheckpointPath,
-        request_id: str,
-        *,
-        size: int,
-        ttl_seconds: int | None,
-        user_metadata: Mapping[str, str] | None = None,
-    ) -> None:
-        """Write the record of a folder that is on disk."""
+        folder = self.root / folder_of(path)
+        if isinstance(content, SaveExternal):
+            sizes = self.call(Host.export, record, folder, recipients=content.recipients)
+        else:
+            is_whole = kind == "weights"
+            sizes = self.call(Host.save, record.model_id, folder, optimizer=is_whole, files={})
         failpoint("engine.after_save")
-        now_ms = self._now_ms()
+        now_ms, ttl_s = self._now_ms(), content.ttl_seconds
         saved = SavedCheckpoint(
             path=path,
             request_id=request_id,
             **{field: getattr(record, field) for field in _MODEL_FIELDS},
             created_ms=now_ms,
-            expires_ms=None if ttl_seconds is None else now_ms + ttl_seconds * 1000,
-            size_bytes=size,
-            user_metadata=user_metadata or {},
+            expires_ms=None if ttl_s is None else now_ms + ttl_s * 1000,
+            size_bytes=sizes[0],
+            user_metadata={} if isinstance(content, SaveExternal) else content.user_metadata,
         )
         write_checkpoint(self.client, record.owner, saved)
+        return Answer({"path": str(path), "type": _ANSWERS[kind]})
 
     def _save_for_session(self, record: ModelRecord, number: int) -> str:
         """Save weights for one sampling session, and return its id."""

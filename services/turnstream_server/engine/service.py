@@ -15,16 +15,16 @@ from turnstream.store.client.connection import connect
 from turnstream.store.run.batchers import Target, registered_batchers
 from turnstream.worker import BatchStream
 from turnstream.worker.launch import find_launch
-from turnstream_server.engine.host import Host, Lockstep
+from turnstream.worker.operation_pulls import OperationPuller, PulledOperations
+from turnstream_server.engine.host import Host, Lockstep, ReadShares
 from turnstream_server.engine.hosted_base import EngineSettings, HostedBase
 from turnstream_server.engine.hosted_model import ModelSettings
-from turnstream_server.engine.loop import EngineLoop, LoopSettings
+from turnstream_server.engine.loop import EngineLoop
 from turnstream_server.engine.metrics import EngineMetrics
 from turnstream_server.engine.options import EngineOptions
-from turnstream_server.engine.pulling import OperationStream
 from turnstream_server.engine.run_streams import OpenStream
-from turnstream_server.engine.shares import ReadShares
 from turnstream_server.operations.bases import BaseModel
+from turnstream_server.operations.log import Run
 from turnstream_server.telemetry.instruments import collected
 from turnstream_server.telemetry.readiness import Readiness
 from turnstream_server.trainer.ranks import Ranks, join_ranks
@@ -41,23 +41,17 @@ _RUN_S: Final = 10.0
 _RUN_BYTES: Final = 128 << 20
 """Prefetched mini-batches of each run on this rank. A larger one is fetched alone."""
 
-MakeReadShares = Callable[[EngineOptions, Ranks], ReadShares]
-"""Takes the options and the ranks, returns the reader of the rows of this rank."""
 
-
-def from_batchers(options: EngineOptions, ranks: Ranks) -> ReadShares:
-    """Return the reader that pulls rows from the batchers of the options."""
-    return OperationStream(
-        _target(options),
-        dp_rank=ranks.rank,
-        dp_world_size=ranks.world_size,
-        timeout_s=_PULL_S,
+def shares_from(target: Target, ranks: Ranks) -> ReadShares:
+    """Return the reader that pulls the rows of this rank from batchers."""
+    puller = OperationPuller(
+        target, dp_rank=ranks.rank, dp_world_size=ranks.world_size, timeout_s=_PULL_S
     )
 
+    def read(model_id: str, run: Run, skipped: frozenset[int]) -> list[PulledOperations]:
+        return puller.pull(model_id, first=run.first, last=run.last, skipped=skipped)
 
-def _target(options: EngineOptions) -> Target:
-    """Return the addresses of the options, or a function that reads them from the store."""
-    return options.batcher_target or registered_batchers(options.redis_url)
+    return read
 
 
 def sessions_at(target: Target, ranks: Ranks) -> OpenStream | None:
@@ -83,7 +77,7 @@ def sessions_at(target: Target, ranks: Ranks) -> OpenStream | None:
 def run_engine(
     options: EngineOptions,
     *,
-    make_read_shares: MakeReadShares = from_batchers,
+    make_read_shares: Callable[[Target, Ranks], ReadShares] = shares_from,
     readiness: Readiness | None = None,
 ) -> None:
     """Run the operations of hosted models until SIGTERM or SIGINT comes.
@@ -94,12 +88,13 @@ def run_engine(
     is_stopping = _stop_signals()
     if options.num_threads:
         torch.set_num_threads(options.num_threads)
+    target = options.batcher_target or registered_batchers(options.redis_url)
     with join_ranks(find_launch()) as ranks:
         bases = _load_bases(options, ranks)
         host = Host(
             {each.name: each for each in bases},
-            read_shares=make_read_shares(options, ranks),
-            open_stream=sessions_at(_target(options), ranks),
+            read_shares=make_read_shares(target, ranks),
+            open_stream=sessions_at(target, ranks),
             ranks=ranks,
         )
         call = Lockstep(host, ranks)
@@ -122,12 +117,11 @@ def _lead(
     models = ModelSettings(
         worker=options.worker, gap_s=options.gap_s, checkpoint_every=options.checkpoint_every
     )
-    settings = LoopSettings(root=options.folder, models=models)
     served = [_served(each, options) for each in bases]
     names = ", ".join(each.name for each in served)
     logger.info("worker %s serves %s", options.worker, names)
     with connect(options.redis_url) as client:
-        loop = EngineLoop(client, served, call=call, settings=settings)
+        loop = EngineLoop(client, served, root=options.folder, call=call, settings=models)
         metrics = EngineMetrics(options.redis_url, loop.models)
         with contextlib.closing(metrics), collected(metrics):
             loop.run(is_stopping)

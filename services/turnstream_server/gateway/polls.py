@@ -163,10 +163,11 @@ class Polls:
 
         At the start and after an error all polls read for themselves: entries may be missed.
         """
-        position, self._position = self._position, None  # it stays None after an error
+        position: Any = self._position
+        self._position = None  # it stays None after an error
         with translating():
             if position is None:
-                newest = await self._listener.xrevrange(DONE, count=1)
+                newest: Any = await self._listener.xrevrange(DONE, count=1)
                 position = newest[0][0] if newest else "0"
                 self._notify(*self._events)
             found: Any = await self._listener.xread(

@@ -29,15 +29,13 @@ from turnstream.wire.v1.operations_pb2 import (
     OperationChunk,
     OperationShareHeader,
 )
-from turnstream.worker.operation_pulls import MAX_DAMAGED, PATH
+from turnstream.worker.operation_pulls import MAX_DAMAGED, PATH, OperationPuller, PulledOperations
 from turnstream.worker.operation_tensors import operation_tensors
 from turnstream_server.batcher.assembly.operation_shares import (
     cut_operations,
     encode_operation_share,
 )
 from turnstream_server.batcher.serving import operations as serving_operations
-from turnstream_server.engine.pulling import OperationStream
-from turnstream_server.engine.shares import OperationShare
 from turnstream_server.operations.contents import CreateModel
 from turnstream_server.operations.keys import model_keys
 from turnstream_server.operations.log import ModelLog, Run, submit
@@ -70,9 +68,9 @@ async def new_model(cluster: Cluster, operations: Sequence[Operation]) -> tuple[
 
 def _pull(
     target: str, model_id: str, run: Run, skipped: frozenset[int], **options: Any
-) -> list[OperationShare]:
-    with OperationStream(target, **options) as stream:
-        return stream(model_id, run, skipped)
+) -> list[PulledOperations]:
+    with contextlib.closing(OperationPuller(target, **options)) as puller:
+        return puller.pull(model_id, first=run.first, last=run.last, skipped=skipped)
 
 
 async def pull(
@@ -84,7 +82,7 @@ async def pull(
     dp_rank: int = 0,
     dp_world_size: int = 1,
     timeout_s: float = 30.0,
-) -> list[OperationShare]:
+) -> list[PulledOperations]:
     """Return the shares of a rank."""
     options = {"dp_rank": dp_rank, "dp_world_size": dp_world_size, "timeout_s": timeout_s}
     return await asyncio.to_thread(_pull, target, model_id, run, skipped, **options)
@@ -102,7 +100,7 @@ async def raw_answer(
         return [message async for message in made]
 
 
-def data_of(shares: Sequence[OperationShare]) -> list[tuple[int, str, int]]:
+def data_of(shares: Sequence[PulledOperations]) -> list[tuple[int, str, int]]:
     """Return row id, request id and datum index of the real rows."""
     found: list[tuple[int, str, int]] = []
     for share in shares:
@@ -137,7 +135,7 @@ async def test_ranks_pull_each_datum_once_and_compute_it(
         (row_id, *name) for row_id, name in enumerate(names)
     ]
     for rank in ranks:
-        losses = [(each.loss.name, dict(each.loss.settings)) for each in rank]
+        losses = [(each.loss, dict(each.settings)) for each in rank]
         assert losses == [("ppo", {"clip_low_threshold": 0.5}), ("cross_entropy", {})]
         for share in rank:
             parts = operation_tensors(share.mini_batch)
@@ -214,7 +212,7 @@ async def test_rank_outside_its_world_is_refused_at_both_ends(cluster: Cluster) 
     replica = await cluster.start_batcher()
 
     with pytest.raises(InvalidConfigError, match="dp_rank: 2 is not in a world of 2"):
-        OperationStream(replica.address, dp_rank=2, dp_world_size=2)
+        OperationPuller(replica.address, dp_rank=2, dp_world_size=2)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await raw_answer(replica.address, "S:train:0", first=1, last=1, dp_rank=2)
 

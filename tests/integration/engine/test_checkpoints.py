@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from testkit.hosted import OWNER, STEP, ModelHost, datums, save
 from turnstream.store.client.connection import connect_async
-from turnstream_server.engine.sweeping import remove_due
+from turnstream_server.engine.loop import remove_due
 from turnstream_server.models.folders import is_adapter_folder
 from turnstream_server.operations.checkpoint_paths import CheckpointPath
 from turnstream_server.operations.checkpoints import (
