@@ -283,7 +283,7 @@ def server_of(answer: Callable[[], list[bytes]]) -> Iterator[str]:
     ("messages", "problem"),
     [
         (flipped_share(), "the content of a mini-batch of .* bytes differs"),
-        (flipped_share()[:1], "the messages ended after 0 of 1 shares"),
+        (flipped_share()[:1], "the messages ended after 0 of 1 parts"),
     ],
 )
 async def test_damaged_transfer_is_repeated_and_then_an_error(

@@ -1,4 +1,4 @@
-"""Limits of the requests for training calls, and the messages of their answer."""
+"""Limits of the requests for training calls."""
 
 from __future__ import annotations
 
@@ -6,14 +6,8 @@ from typing import Any
 
 import pytest
 
-from turnstream.errors import CorruptRecordError, InvalidConfigError
-from turnstream.wire.v1.operations_pb2 import (
-    GetOperationsRequest,
-    OperationChunk,
-    OperationShareHeader,
-)
-from turnstream.worker.operation_pulls import read_shares
-from turnstream_server.batcher.serving.get import data_messages
+from turnstream.errors import InvalidConfigError
+from turnstream.wire.v1.operations_pb2 import GetOperationsRequest
 from turnstream_server.batcher.serving.requests import MAX_DP_WORLD_SIZE, parse_request
 from turnstream_server.operations.log import MAX_SHARED
 
@@ -61,41 +55,3 @@ def test_request_at_its_limits_is_accepted() -> None:
     request = GetOperationsRequest(**GOOD)
 
     assert parse_request(request.SerializeToString(), GetOperationsRequest) == request
-
-
-def header(index: int, *, num_bytes: int, num_shares: int = 2) -> bytes:
-    made = OperationShareHeader(index=index, num_shares=num_shares, num_bytes=num_bytes)
-    return OperationChunk(header=made).SerializeToString()
-
-
-def data_of(text: bytes) -> list[bytes]:
-    return [*data_messages(memoryview(text), field=OperationChunk.DATA_FIELD_NUMBER)]
-
-
-def test_shares_are_joined_from_their_messages() -> None:
-    messages = [
-        *(header(0, num_bytes=4), *data_of(b"ab"), *data_of(b"cd")),
-        *(header(1, num_bytes=1), *data_of(b"e")),
-    ]
-
-    found = [(head.index, bytes(data)) for head, data in read_shares(messages)]
-
-    assert found == [(0, b"abcd"), (1, b"e")]
-
-
-@pytest.mark.parametrize(
-    ("messages", "problem"),
-    [
-        ([], "after 0 of all shares"),
-        ([header(0, num_bytes=2), *data_of(b"ab")], "after 1 of 2 shares"),
-        ([header(0, num_bytes=2, num_shares=1), *data_of(b"a")], "after 0 of 1 shares"),
-        ([header(0, num_bytes=2), *data_of(b"abc")], "more than the 2 bytes"),
-        (data_of(b"a"), "more than the 0 bytes"),
-        ([header(1, num_bytes=2)], "share 1 came instead of share 0"),
-        ([header(0, num_bytes=2), header(0, num_bytes=2)], "before the last byte"),
-        ([b"\xff"], "no OperationChunk"),
-    ],
-)
-def test_contradicting_messages_are_corrupt(messages: list[bytes], problem: str) -> None:
-    with pytest.raises(CorruptRecordError, match=problem):
-        list(read_shares(messages))

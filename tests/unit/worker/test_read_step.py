@@ -12,7 +12,7 @@ from turnstream.errors import CorruptRecordError
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.types import MiniBatch
 from turnstream.wire.v1.batches_pb2 import GetChunk, MiniBatchHeader
-from turnstream.worker._read_step import Arrival, read_step
+from turnstream.worker._read_step import Arrival, read_parts
 
 
 def messages(
@@ -36,11 +36,11 @@ def messages(
 def read(sent: list[bytes], *, step: int = 1, held: int = 0) -> list[MiniBatch]:
     return [
         decode_mini_batch(each.buffer or b"", expected_hash=each.header.content_hash)
-        for each in read_step(sent, step=step, held=held, admit=place_of)
+        for each in read_parts(sent, GetChunk, step=step, held=held, admit=place_of)
     ]
 
 
-def place_of(header: MiniBatchHeader) -> Arrival:
+def place_of(header: MiniBatchHeader) -> Arrival[MiniBatchHeader]:
     return Arrival(header, memoryview(bytearray(header.num_bytes)))
 
 
@@ -73,13 +73,22 @@ def test_read_step_refuses_another_step() -> None:
         read(sent, step=1)
 
 
+def test_read_parts_refuses_more_bytes_than_announced() -> None:
+    header, *data = messages([testkit.mini_batch("abC")], chunk_bytes=1 << 20)
+    longer = GetChunk(data=GetChunk.FromString(data[0]).data + b"x").SerializeToString()
+
+    for wrong, problem in (([header, longer], "has more than the"), (data, "before the header")):
+        with pytest.raises(CorruptRecordError, match=problem):
+            read(wrong)
+
+
 def test_bytes_without_a_buffer_are_only_counted() -> None:
     sent = list(messages([testkit.mini_batch("abC")] * 2, chunk_bytes=100))
 
-    def admit(header: MiniBatchHeader) -> Arrival:
+    def admit(header: MiniBatchHeader) -> Arrival[MiniBatchHeader]:
         return place_of(header) if header.mini_batch == 1 else Arrival(header)
 
-    arrivals = list(read_step(sent, step=1, admit=admit))
+    arrivals = list(read_parts(sent, GetChunk, step=1, admit=admit))
 
     assert [(each.header.mini_batch, each.buffer is None) for each in arrivals] == [
         *((0, True), (1, False))

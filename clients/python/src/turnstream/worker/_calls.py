@@ -140,7 +140,7 @@ class BatcherCalls:
         previous_hash: str = "",
         manifest_hash: str = "",
         num_mini_batches: int = 0,
-        arrival: Arrival | None = None,
+        arrival: Arrival[wire.MiniBatchHeader] | None = None,
     ) -> Iterator[bytes]:
         """Return the raw messages of a step; read them to their end.
 

@@ -30,9 +30,9 @@ from turnstream.errors import (
 )
 from turnstream.records.batches import decode_mini_batch
 from turnstream.store.client.backoff import pause_after
-from turnstream.wire.v1.batches_pb2 import MiniBatchHeader
+from turnstream.wire.v1.batches_pb2 import GetChunk, MiniBatchHeader
 from turnstream.worker._calls import BatcherCalls, error_of, retry_delay_s
-from turnstream.worker._read_step import Arrival, read_step
+from turnstream.worker._read_step import Arrival, read_parts
 from turnstream.worker.steps import PulledMiniBatch
 
 FIRST_WAIT_S = 1.0
@@ -131,7 +131,9 @@ class Prefetcher:
         self.progress = Progress(first_step)
         self.statistics = StreamStatistics(max_prefetch_bytes=max_bytes)
         self.queue: deque[PulledMiniBatch] = deque()
-        self._arrival: Arrival | None = None  # kept after an interruption: the next Get resumes it
+        self._arrival: Arrival[MiniBatchHeader] | None = (
+            None  # kept after an interruption: the next Get resumes it
+        )
         self._failure: BaseException | None = None
         self._changed = threading.Condition()  # guards the three above
         self._calls = calls
@@ -228,7 +230,10 @@ class Prefetcher:
         )
         messages = self._timed(messages)
         try:
-            for arrival in read_step(messages, step=progress.step, held=held, admit=self._admit):
+            arrivals = read_parts(
+                messages, GetChunk, step=progress.step, held=held, admit=self._admit
+            )
+            for arrival in arrivals:
                 if arrival.buffer is not None:
                     self._enqueue(arrival.header, arrival.buffer)
         except TurnstreamError:
@@ -242,7 +247,7 @@ class Prefetcher:
             self.progress.answered_s = time.monotonic()
             yield message
 
-    def _admit(self, header: MiniBatchHeader) -> Arrival:
+    def _admit(self, header: MiniBatchHeader) -> Arrival[MiniBatchHeader]:
         """Return the place for a mini-batch once the queue has capacity.
 
         It has no buffer if the mini-batch was queued before, and bytes if the batcher resumes. A
@@ -276,7 +281,7 @@ class Prefetcher:
         self._arrive(arrival)
         return arrival
 
-    def _arrive(self, arrival: Arrival | None) -> None:
+    def _arrive(self, arrival: Arrival[MiniBatchHeader] | None) -> None:
         with self._changed:
             self._arrival = arrival
 

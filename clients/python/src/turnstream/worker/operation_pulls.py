@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import grpc
 
 from turnstream.errors import (
     BatcherUnavailableError,
-    CorruptRecordError,
     InvalidConfigError,
     RecordError,
     TurnstreamError,
@@ -19,7 +18,6 @@ from turnstream.errors import (
     UnknownFormatError,
 )
 from turnstream.records.batches import decode_mini_batch
-from turnstream.records.values import parse_message
 from turnstream.store.client.backoff import pause_after
 from turnstream.store.run.batchers import Target
 from turnstream.types import MiniBatch
@@ -29,6 +27,7 @@ from turnstream.wire.v1.operations_pb2 import (
     OperationShareHeader,
 )
 from turnstream.worker._calls import ATTEMPT_S, error_of, reasons_of, retry_delay_s
+from turnstream.worker._read_step import Arrival, read_parts
 from turnstream.worker._replicas import Replicas
 
 PATH = "/turnstream.wire.v1.Operations/Get"
@@ -135,14 +134,12 @@ class OperationPuller:
 
     def _attempt(self, request: GetOperationsRequest, *, within_s: float) -> list[PulledOperations]:
         messages = self._replicas.get(PATH, request, timeout_s=within_s)
-        return [
-            PulledOperations(
-                decode_mini_batch(data, expected_hash=header.content_hash),
-                header.loss,
-                dict(header.settings),
-            )
-            for header, data in read_shares(messages)
-        ]
+        pulled: list[PulledOperations] = []
+        for arrival in read_parts(messages, OperationChunk, admit=_admit):
+            header, data = arrival.header, arrival.buffer or b""
+            mini_batch = decode_mini_batch(data, expected_hash=header.content_hash)
+            pulled.append(PulledOperations(mini_batch, header.loss, dict(header.settings)))
+        return pulled
 
     def _late(
         self, error: TurnstreamError, request: GetOperationsRequest, *, waited_s: float
@@ -158,42 +155,8 @@ class OperationPuller:
         )
 
 
-def read_shares(messages: Iterable[bytes]) -> Iterator[tuple[OperationShareHeader, bytearray]]:
-    """Yield the header and the bytes of each share, after its last byte has arrived.
-
-    Messages that contradict each other, or end before the last byte, are a CorruptRecordError.
-    Kinds of messages of a later release are ignored.
-    """
-    header: OperationShareHeader | None = None
-    data = bytearray()
-    num_complete, num_expected = 0, -1
-    for message in messages:
-        chunk = parse_message(OperationChunk, message)
-        match chunk.WhichOneof("chunk"):
-            case "header":
-                if header is not None or chunk.header.index != num_complete:
-                    raise CorruptRecordError(
-                        f"share {chunk.header.index} came instead of share {num_complete}, or "
-                        "before the last byte of the one before"
-                    )
-                header, data = chunk.header, bytearray()
-                num_expected = header.num_shares
-            case "data":
-                data += chunk.data
-                num_bytes = 0 if header is None else header.num_bytes
-                if len(data) > num_bytes:
-                    raise CorruptRecordError(
-                        f"share {num_complete} has more than the {num_bytes} bytes of its header"
-                    )
-            case _:
-                pass
-        if header is not None and len(data) == header.num_bytes:
-            yield header, data
-            header, num_complete = None, num_complete + 1
-    if header is not None or num_complete != num_expected:
-        raise CorruptRecordError(
-            f"the messages ended after {num_complete} of {max(num_expected, 0) or 'all'} shares"
-        )
+def _admit(header: OperationShareHeader) -> Arrival[OperationShareHeader]:
+    return Arrival(header, memoryview(bytearray(header.num_bytes)))
 
 
 def _retry_pause_s(error: TurnstreamError, *, num_failures: int) -> float | None:
