@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
-from typing import Final, TypedDict, TypeVar
+from typing import Any, Final, TypeVar
 
 import redis.asyncio
 from google.protobuf.message import Message
@@ -105,15 +105,8 @@ class Access:
             raise RunNotFoundError(f"there is no model {model_id!r}")
 
 
-class ObserverRights(TypedDict):
-    """Arguments of the functions of observers that say who calls."""
-
-    owner: str
-    is_admin: bool
-
-
-def observer_rights() -> ObserverRights:
-    """Return the rights of the key of the present call."""
+def observer_rights() -> dict[str, Any]:
+    """Return the arguments of the functions of observers that say who calls."""
     key = _CALLER.get()
     return {"owner": key.owner, "is_admin": "admin" in key.roles}
 

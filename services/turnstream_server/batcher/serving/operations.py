@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Final, NamedTuple
 
-import grpc
 import redis.asyncio
 
 from turnstream.errors import ReleasedError
@@ -18,19 +17,15 @@ from turnstream_server.batcher.assembly.operation_shares import (
     encode_operation_share,
     num_bytes_of_passes,
 )
-from turnstream_server.batcher.serving.call_keys import Access
 from turnstream_server.batcher.serving.get import data_messages
 from turnstream_server.batcher.serving.running_calls import (
     Context,
-    RunningCalls,
     bounded_by_store,
     write_messages,
 )
 from turnstream_server.failpoints import failpoint
 from turnstream_server.free_memory import return_free_memory
 from turnstream_server.operations.log import read_bodies
-
-SERVICE: Final = "turnstream.wire.v1.Operations"
 
 MAX_CACHE_BYTES: Final = 256 << 20
 """Limit of the rows in memory: ranks of a worker call within a short time of each other."""
@@ -153,19 +148,3 @@ class OperationSender:
             dp_world_size=key.dp_world_size,
         )
         return _Cut(operations, set())
-
-
-def operation_handlers(
-    sender: OperationSender, running: RunningCalls, access: Access
-) -> grpc.GenericRpcHandler:
-    """Return the handlers of all calls."""
-
-    async def get(data: bytes, context: Context) -> None:
-        async with (
-            running.answering(context, call="GetOperationsRequest"),
-            access.reading(data, wire.GetOperationsRequest, context) as request,
-        ):
-            await sender.send(request, context)
-
-    calls = {"Get": grpc.unary_stream_rpc_method_handler(get)}
-    return grpc.method_handlers_generic_handler(SERVICE, calls)

@@ -1,11 +1,13 @@
-"""Metrics of the runs of a store, read when they are scraped, at a limited cost.
+"""Metrics and readiness of a replica, and metrics of the runs of its store.
 
-One read calls two scripts for each run, and reads the newest plan of some. Its values are kept for
-some seconds, so that several readers cost as much as one.
+Metrics of runs are read when they are scraped, at a limited cost. One read calls two scripts for
+each run, and reads the newest plan of some. Its values are kept for some seconds, so that several
+readers cost as much as one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -25,13 +27,18 @@ from turnstream.store.client.scripts import run_commands
 from turnstream.store.waits.read_waits import parse_waits, waits_command
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.store.waits.wait_snapshot import WaitSnapshot
+from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.planner.ingested import Ingested
+from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.batcher.serving.health import StoreHealth
+from turnstream_server.batcher.serving.registry import RunRegistry
 from turnstream_server.ledger.planning.manifests import read_plan
 from turnstream_server.ledger.queries.batch_numbers import BatchNumbers, numbers_of
 from turnstream_server.ledger.queries.ledger import LedgerCounts, ledger_command, parse_ledger
-from turnstream_server.telemetry.instruments import Family, sampled
+from turnstream_server.telemetry.instruments import Family, collected, sampled
 from turnstream_server.telemetry.log_counts import count_error
+from turnstream_server.telemetry.readiness import Readiness
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +62,16 @@ def _of_runs(what: str, help_: str, *labels: str, kind: type[Family] = GaugeMetr
     return kind(f"turnstream_batcher_{what}", help_, labels=["run", *labels])
 
 
+_LED_RUNS = GaugeMetricFamily(
+    "turnstream_batcher_led_runs", "Runs that this replica leads at present."
+)
+_LEADERSHIP_LAG = GaugeMetricFamily(
+    "turnstream_batcher_leadership_lag_seconds",
+    "Time since the leases of the led runs were renewed; 0 without led runs.",
+)
+_CACHE_BYTES = GaugeMetricFamily(
+    "turnstream_batcher_cache_bytes", "Bytes of assembled mini-batches in memory."
+)
 _STORE_UP = GaugeMetricFamily(
     "turnstream_batcher_store_up", "1 if the metrics of runs could be read, 0 if not."
 )
@@ -177,7 +194,9 @@ class RunMetrics(Collector):
     def _read_runs(self, views: dict[str, RunView], families: Families) -> None:
         self._batches = {name: batch for name, batch in self._batches.items() if name in views}
         num_plans = _MAX_PLANS
-        for page in _pages([*views.items()]):
+        items = [*views.items()]
+        for start in range(0, len(items), _PAGE_RUNS):
+            page = items[start : start + _PAGE_RUNS]
             commands = [
                 command
                 for _, view in page
@@ -300,8 +319,42 @@ def _checked(reply: Any) -> Any:
     return reply
 
 
-def _pages(
-    views: Sequence[tuple[str, RunView]],
-) -> Iterator[Sequence[tuple[str, RunView]]]:
-    for start in range(0, len(views), _PAGE_RUNS):
-        yield views[start : start + _PAGE_RUNS]
+@contextlib.contextmanager
+def observed_replica(
+    url: str,
+    readiness: Readiness,
+    *,
+    runs: RunRegistry,
+    keeper: LeadershipKeeper,
+    assembler: Assembler,
+    health: StoreHealth,
+) -> Iterator[None]:
+    """Show the metrics of a replica in the block, and check its dependencies."""
+
+    def leadership() -> str:
+        lag_s = keeper.lag_s
+        late = f"the leases of {keeper.num_terms} runs were not renewed for {lag_s:.0f} s"
+        return late if lag_s > keeper.lease_s else ""
+
+    readiness.add("store", lambda: health.trouble)
+    readiness.add("leadership", leadership)
+    with (
+        contextlib.closing(RunMetrics(url, runs.views)) as of_runs,
+        collected(of_runs),
+        collected(_ReplicaMetrics(keeper, assembler)),
+    ):
+        yield
+
+
+class _ReplicaMetrics(Collector):
+    """Metrics whose values are there already."""
+
+    def __init__(self, keeper: LeadershipKeeper, assembler: Assembler) -> None:
+        self._keeper = keeper
+        self._assembler = assembler
+
+    def collect(self) -> Iterator[Family]:
+        """Yield each metric."""
+        yield sampled(_LED_RUNS, ([], self._keeper.num_terms))
+        yield sampled(_LEADERSHIP_LAG, ([], self._keeper.lag_s))
+        yield sampled(_CACHE_BYTES, ([], self._assembler.num_bytes))

@@ -35,9 +35,9 @@ from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP, Upkee
 from turnstream_server.batcher.serving.call_keys import Access
 from turnstream_server.batcher.serving.get import BatchSender
 from turnstream_server.batcher.serving.health import StoreHealth
-from turnstream_server.batcher.serving.observing import observed_replica
-from turnstream_server.batcher.serving.operations import OperationSender, operation_handlers
+from turnstream_server.batcher.serving.operations import OperationSender
 from turnstream_server.batcher.serving.registry import RunDiscovery, RunRegistry
+from turnstream_server.batcher.serving.run_metrics import observed_replica
 from turnstream_server.batcher.serving.running_calls import ReasonCache, RunningCalls
 from turnstream_server.batcher.serving.servicer import SERVICE, BatchesServicer, handlers
 from turnstream_server.keys.checks import KeyChecks
@@ -244,12 +244,7 @@ def _make_server(
     sender = BatchSender(client, find_run, planning.assembler, wait_max_s=wait_max_s)
     access = Access(client, KeyChecks(client, requires_key=options.requires_key))
     server = grpc.aio.server(options=_SERVER_OPTIONS)
-    server.add_generic_rpc_handlers(
-        (
-            handlers(servicer, sender, running, access),
-            operation_handlers(operations, running, access),
-        )
-    )
+    server.add_generic_rpc_handlers(handlers(servicer, sender, operations, running, access))
     return server
 
 

@@ -1,4 +1,4 @@
-"""The unary calls of `turnstream.wire.v1.Batches`, and the handlers of all calls."""
+"""The unary calls of `turnstream.wire.v1.Batches`, and the handlers of both services."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from turnstream.records.configs import encode_config
 from turnstream.store.client.run_ids import find_run_async
 from turnstream.types import VersionAnnounced
 from turnstream.wire.v1 import batches_pb2 as wire
+from turnstream.wire.v1.operations_pb2 import GetOperationsRequest
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.serving.call_keys import Access, observer_rights
 from turnstream_server.batcher.serving.get import BatchSender
+from turnstream_server.batcher.serving.operations import OperationSender
 from turnstream_server.batcher.serving.requests import parse_token
 from turnstream_server.batcher.serving.running_calls import (
     Context,
@@ -40,22 +42,19 @@ from turnstream_server.ledger.sessions.sessions import (
 logger = logging.getLogger(__name__)
 
 SERVICE = "turnstream.wire.v1.Batches"
+OPERATIONS_SERVICE = "turnstream.wire.v1.Operations"
 
 
 def handlers(
-    servicer: BatchesServicer, sender: BatchSender, running: RunningCalls, access: Access
-) -> grpc.GenericRpcHandler:
+    servicer: BatchesServicer,
+    sender: BatchSender,
+    operations: OperationSender,
+    running: RunningCalls,
+    access: Access,
+) -> tuple[grpc.GenericRpcHandler, ...]:
     """Return the handlers of all calls. Payload passes through without a message class."""
-    unary: dict[str, tuple[Callable[[Any], Awaitable[Message]], type[Message]]] = {
-        "Start": (servicer.start, wire.StartRequest),
-        "Stepped": (servicer.stepped, wire.SteppedRequest),
-        "Committed": (servicer.committed, wire.CommittedRequest),
-        "AnnounceVersion": (servicer.announce_version, wire.AnnounceVersionRequest),
-        "Observe": (servicer.observe, wire.ObserveRequest),
-        "Observed": (servicer.observed, wire.ObservedRequest),
-    }
 
-    def unary_handler(method: Callable[[Any], Awaitable[Message]], kind: type[Message]) -> Any:
+    def unary(method: Callable[[Any], Awaitable[Message]], kind: type[Message]) -> Any:
         async def answer(data: bytes, context: Context) -> bytes:
             within_s = store_time_s(context.time_remaining())
             async with (
@@ -68,16 +67,30 @@ def handlers(
 
         return grpc.unary_unary_rpc_method_handler(answer)
 
-    async def get(data: bytes, context: Context) -> None:
-        async with (
-            running.answering(context, call="GetRequest"),
-            access.reading(data, wire.GetRequest, context) as request,
-        ):
-            await sender.send(request, context)
+    def stream(send: Callable[[Any, Context], Awaitable[None]], kind: type[Message]) -> Any:
+        async def answer(data: bytes, context: Context) -> None:
+            async with (
+                running.answering(context, call=kind.DESCRIPTOR.name),
+                access.reading(data, kind, context) as request,
+            ):
+                await send(request, context)
 
-    calls = {name: unary_handler(method, kind) for name, (method, kind) in unary.items()}
-    calls["Get"] = grpc.unary_stream_rpc_method_handler(get)
-    return grpc.method_handlers_generic_handler(SERVICE, calls)
+        return grpc.unary_stream_rpc_method_handler(answer)
+
+    batches = {
+        "Start": unary(servicer.start, wire.StartRequest),
+        "Get": stream(sender.send, wire.GetRequest),
+        "Stepped": unary(servicer.stepped, wire.SteppedRequest),
+        "Committed": unary(servicer.committed, wire.CommittedRequest),
+        "AnnounceVersion": unary(servicer.announce_version, wire.AnnounceVersionRequest),
+        "Observe": unary(servicer.observe, wire.ObserveRequest),
+        "Observed": unary(servicer.observed, wire.ObservedRequest),
+    }
+    get_operations = stream(operations.send, GetOperationsRequest)
+    return (
+        grpc.method_handlers_generic_handler(SERVICE, batches),
+        grpc.method_handlers_generic_handler(OPERATIONS_SERVICE, {"Get": get_operations}),
+    )
 
 
 class BatchesServicer:
