@@ -1,4 +1,4 @@
-"""Losses: golden vectors, finite gradients, and derivatives that finite differences confirm.
+"""Losses: finite gradients, and derivatives that finite differences confirm.
 
 The trainer's tests compare every pair of settings with loops over tokens.
 """
@@ -92,20 +92,6 @@ def test_gradients_match_finite_differences(name: str) -> None:
     assert torch.autograd.gradcheck(lambda c: LOSSES[name](c, **t), (current_BR,), eps=1e-7)
 
 
-def test_sapo_has_the_gradient_of_the_policy_gradient_on_policy() -> None:
-    current_BR = torch.tensor([[-1.0, -2.0]], dtype=torch.float64, requires_grad=True)
-    advantages_BR = torch.tensor([[0.7, -1.5]], dtype=torch.float64)
-
-    policy_losses.sapo(
-        current_BR,
-        old_BR=current_BR.detach(),
-        advantages_BR=advantages_BR,
-        mask_BR=torch.ones(1, 2),
-    ).sum().backward()
-
-    torch.testing.assert_close(current_BR.grad, -advantages_BR)
-
-
 def test_dppo_keeps_rare_tokens_that_ppo_clips() -> None:
     # From 0.001 to 0.01 the ratio is 10, and the policies differ by 0.009. From 0.6 to 0.8 the
     # ratio is 1.33, and they differ by 0.2. A probability above 1, from rounding, counts as 1.
@@ -164,37 +150,6 @@ def test_entropies_match_small_distributions() -> None:
     assert losses.token_entropies(skewed / 2, temperature=0.5).item() == pytest.approx(expected)
 
 
-def test_dual_clip_removes_the_gradient_of_bad_extreme_tokens() -> None:
-    current_BR = torch.tensor([[0.0, -1.0]], requires_grad=True)
-    t: Any = {
-        "old_BR": torch.tensor([[-9.0, -1.0]]),
-        "advantages_BR": torch.tensor([[-1.0, -1.0]]),
-        "mask_BR": torch.ones(1, 2),
-    }
-
-    loss_BR = losses.ppo_clip(current_BR, **t, dual_clip=3.0)
-    loss_BR.sum().backward()
-
-    assert loss_BR.tolist() == [[3.0, 1.0]]
-    assert current_BR.grad is not None
-    assert current_BR.grad.tolist() == [[0.0, 1.0]]
-
-
-def test_weight_of_decoupled_ppo_has_no_gradient() -> None:
-    old_BR = torch.tensor([[-1.0]], requires_grad=True)
-    t: Any = {
-        "behaviour_BR": torch.tensor([[-1.5]]),
-        "advantages_BR": torch.ones(1, 1),
-        "mask_BR": torch.ones(1, 1),
-    }
-    current_BR = torch.tensor([[-1.0]], requires_grad=True)
-
-    losses.decoupled_ppo(current_BR, old_BR=old_BR.detach(), **t).sum().backward()
-
-    assert current_BR.grad is not None
-    assert current_BR.grad.item() == pytest.approx(-math.exp(0.5))
-
-
 @pytest.mark.parametrize("gap", [1e30, -1e30, math.inf, -math.inf])
 def test_exponents_are_clipped_to_20(gap: float) -> None:
     loss_BR = losses.ppo_clip(
@@ -245,50 +200,3 @@ def test_response_logprobs_refuse_a_response_without_a_prompt() -> None:
         losses.response_logprobs(
             torch.zeros(1, 2, 5), input_ids_BT=torch.ones(1, 2, dtype=torch.int64), response_width=2
         )
-
-
-# Ratios exp(current - old): 1.2214, 7.3891, 1, 0.3679; their geometric mean is 1.3499.
-CURRENT = torch.tensor([[-1.0, -2.0, -0.5, -3.0]], dtype=torch.float64)
-OLD = torch.tensor([[-1.2, -4.0, -0.5, -2.0]], dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("name", "advantage", "expected"),
-    [
-        ("ppo_clip", 1.0, [-1.2, -1.2, -1.0, -0.3679]),
-        ("ppo_clip", -1.0, [1.2214, 7.3891, 1.0, 0.8]),
-        ("dual_clip", -1.0, [1.2214, 3.0, 1.0, 0.8]),
-        ("gspo", 1.0, [-1.0004] * 4),
-        ("gspo", -1.0, [1.3499] * 4),
-        ("cispo", 1.0, [1.2214, 2.56, 0.5, 1.1036]),
-        ("kl_k1", 1.0, [0.2, 2.0, 0.0, -1.0]),
-        ("kl_k2", 1.0, [0.02, 2.0, 0.0, 0.5]),
-        ("kl_k3", 1.0, [0.0187, 1.1353, 0.0, 0.7183]),
-        ("decoupled_ppo", 1.0, [-1.2214, 0, -1.0, -0.3679]),
-        # Probabilities move by 0.0667, 0.1170, 0 and -0.0855: none by more than 0.15.
-        ("dppo", 1.0, [-1.2214, -7.3891, -1.0, -0.3679]),
-        # KL divergences of the two-way choice: 0.0107, 0.0579, 0 and 0.0482.
-        ("dppo kl", 1.0, [-1.2214, 0.0, -1.0, -0.3679]),
-        ("sapo", 1.0, [-2.2205, -3.9933, -2.0, -1.3881]),
-        ("sapo", -1.0, [2.1252, 3.8049, 1.9048, 1.2949]),
-        # Log-ratios 0.2, 0.4 for 2, 0 and -1: their mean is -0.1.
-        ("gmpo", 1.0, [-0.9048] * 4),
-        # Log-ratios 0.2, 2, 0 and -0.4 for -1: their mean is 0.45.
-        ("gmpo", -1.0, [1.5683] * 4),
-        ("clip_cov", 1.0, [0.0, -1.2, 0.0, -0.3679]),
-        ("kl_cov", 1.0, [-1.0214, -7.3891, -1.0, -0.3679]),
-        ("cross_entropy", 1.0, [1.0, 2.0, 0.5, 3.0]),
-        ("entropy_bonus", 1.0, [0.1, 0.2, 0.05, 0.3]),
-        # The return is 1. The values are clipped to -1, -3.8, -0.5 and -2.2.
-        ("clipped_value_loss", 1.0, [2.0, 11.52, 1.125, 8.0]),
-    ],
-)
-def test_loss_matches_the_golden_vector(name: str, advantage: float, expected: list[float]) -> None:
-    loss_BR = LOSSES[name](
-        CURRENT,
-        old_BR=OLD,
-        advantages_BR=torch.full((1, 4), advantage, dtype=torch.float64),
-        mask_BR=torch.ones(1, 4, dtype=torch.bool),
-    )
-
-    assert [round(value, 4) for value in loss_BR[0].tolist()] == expected
