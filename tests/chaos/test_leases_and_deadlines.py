@@ -11,7 +11,7 @@ import pytest
 from harness.episodes import episode
 from harness.machine import asleep
 from harness.proxy import Proxy
-from harness.rig import GENERATOR_LEASE_S, PATIENCE_S, Rig, config
+from harness.rig import PATIENCE_S, Rig, config
 from turnstream.store.client import keys
 from turnstream_server.launch.stack import Service
 
@@ -26,9 +26,6 @@ LOST = "w-1/0/0"
 
 CUT = "w-1/1/0"
 """Its generator dies inside the second of three turns. The other member is sealed by then."""
-
-REFILLS = {f"h-0/2/{refill}" for refill in range(1, 5)}
-"""Refills of the trajectory that hangs until the deadline of its group."""
 
 
 def _start_rig(start_rig: StartRig, **fields: Any) -> Rig:
@@ -51,30 +48,6 @@ def _num_turns(rig: Rig, trajectory: str = LOST) -> int:
 def _sealed_by(rig: Rig, trajectory: str) -> list[str]:
     sealed = rig.history().of("sealed")
     return [line.process for line in sealed if line["trajectory"] == trajectory]
-
-
-def test_trajectory_of_a_killed_generator_is_kept_until_its_lease_ends(
-    start_rig: StartRig,
-) -> None:
-    # Fault 1: abandoned, and its group is dropped with a reason.
-    rig = _start_rig(start_rig, takeover_s=1.0)
-    others = rig.start_generator("v", groups=5)
-    generator = _start_hanging(rig)
-    rig.join(others)
-
-    generator.kill()
-
-    assert rig.entry(LOST) == "open:1:w"  # no batcher leads yet, and none would have ended it
-    assert _num_turns(rig) == 1
-    rig.start_batcher()
-    rig.wait(lambda: rig.entry(LOST).startswith("abandoned:"), "the end of the lease")
-    assert rig.entry(LOST) == "abandoned:the lease of w ended"
-    rig.drain()
-    assert rig.trained() == {f"{g}/{s}/0" for g in ("w-0", *_groups("v", 5)) for s in range(2)}
-
-
-def _groups(writer: str, count: int) -> list[str]:
-    return [f"{writer}-{number}" for number in range(count)]
 
 
 def _num_open(rig: Rig) -> int:
@@ -186,49 +159,3 @@ def test_generator_that_sleeps_through_its_lease_is_fenced(start_rig: StartRig, 
 def _refusals_of(rig: Rig, process: str) -> dict[str, str]:
     refused = (line for line in rig.history().of("refused") if line.process == process)
     return {line["trajectory"]: line["error"] for line in refused if "trajectory" in line.facts}
-
-
-@pytest.mark.parametrize("policy", ["drop", "train_short", "refill"])
-def test_member_that_hangs_delays_its_group_until_the_deadline(
-    start_rig: StartRig, policy: str
-) -> None:
-    # Fault 21: the generator lives and keeps its lease. A restarted batcher reads the same events
-    # and is not delayed again. All other groups are complete before a batcher leads, so only the
-    # deadline of the hanging group passes. A refill has a longer deadline; on a busy machine it may
-    # pass too, and another refill follows.
-    deadline: dict[str, Any] = {"group_deadline_s": 0.5}
-    if policy == "refill":
-        deadline = {"group_deadline_s": 4.0, "max_refills": len(REFILLS)}
-    rig = _start_rig(start_rig, lease_s=GENERATOR_LEASE_S, deadline_policy=policy, **deadline)
-    hung = "h-0/2/0"
-    rig.start_generator("h", groups=1, samples=3, hang_in=hung)
-    end = rig.start_helper()
-    rig.join(rig.start_generator("w", groups=5))
-    rig.wait_for_lines("hanging")
-    batcher = rig.start_batcher()
-    before = {f"h-0/{sample}/0" for sample in range(2)}
-
-    rig.wait(lambda: rig.planned() >= 2, "batches of the other groups")
-    rig.wait(lambda: _is_decided(rig, policy), "the decision at the deadline")
-    batcher.kill()
-    rig.start_batcher()
-    rig.join(rig.start_ranks(1, checkpoint_every=1, max_steps=2))
-    rig.kill_generator("h")
-    rig.excused = {hung} if policy == "train_short" else set()
-    end.touch()
-    rig.drain()
-
-    trained = {name for name in rig.trained() if name.startswith("h-")}
-    refilled = trained & REFILLS
-    assert len(refilled) == (1 if policy == "refill" else 0)
-    assert trained == (set() if policy == "drop" else before | refilled)
-
-
-def _is_decided(rig: Rig, policy: str) -> bool:
-    """Whether the ledger says what became of the group; its reason is there to be read."""
-    first, hung = rig.entry("h-0/0/0"), rig.entry("h-0/2/0")
-    if policy == "drop":
-        return first.startswith("incomplete") and "its deadline passed" in first
-    if policy == "train_short":
-        return first.startswith("planned") and not hung.startswith("open")
-    return any(rig.entry(name).startswith(("sealed", "planned")) for name in REFILLS)

@@ -17,8 +17,6 @@ from turnstream.store.run.runs import create_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(600)]
 
-DAMAGED_BYTES = 64
-
 
 def test_torn_end_of_the_file_is_dropped_and_sent_again(rig: Rig) -> None:
     # Fault 8: a crash in the middle of a write. The store had acknowledged it, and comes back
@@ -49,67 +47,6 @@ def test_torn_end_of_the_file_is_dropped_and_sent_again(rig: Rig) -> None:
 def _append_only_file(rig: Rig) -> Path:
     (path,) = rig.server.data_dir.glob("appendonlydir/*.incr.aof")
     return path
-
-
-def test_payload_damaged_on_disk_is_dead_lettered_and_never_trained(rig: Rig) -> None:
-    # Fault 8: 64 bytes of a record are overwritten, at its start with the header, or at its end
-    # with the checksum. The server starts and serves them as they are.
-    rig.join(rig.start_generator(groups=12, samples=3))
-    first, *_, last = rig.history().seals  # of two groups
-    records = {name: _first_turn(rig, name) for name in (first, last)}
-    assert min(map(len, records.values())) > DAMAGED_BYTES
-    rig.stop_store()
-    zeros = bytes(DAMAGED_BYTES)
-    _replace_in_file(rig, records[first], zeros + records[first][DAMAGED_BYTES:])
-    _replace_in_file(rig, records[last], records[last][:-DAMAGED_BYTES] + zeros)
-    rig.server.restart()
-
-    rig.excused = {first, last}
-    rig.start_batcher()
-    rig.drain()
-
-    assert rig.entry(first) == r"dead:no turn record: it begins with b'\x00\x00\x00'"
-    size = len(records[last])
-    assert rig.entry(last) == f"dead:the checksum of a turn record of {size} bytes differs"
-    assert rig.counts()["committed"] == 12 * 3 - 2
-
-
-def _first_turn(rig: Rig, trajectory_id: str) -> bytes:
-    """Return the record of the first turn of a trajectory."""
-    entries: Any = rig.client.xrange(keys.trajectory_keys(rig.run, trajectory_id).turns)
-    return entries[0][1][b"r"]
-
-
-def _replace_in_file(rig: Rig, record: bytes, damaged: bytes) -> None:
-    path = _append_only_file(rig)
-    whole = path.read_bytes()
-    assert whole.count(record) == 1
-    path.write_bytes(whole.replace(record, damaged))
-
-
-def test_damaged_event_stops_neither_the_planner_nor_its_successor(rig: Rig) -> None:
-    # Fault 8, in the run's own stream: the group of that event waits, every other one is trained.
-    rig.join(rig.start_generator(groups=13))
-    names = keys.run_keys(rig.run)
-    entries: Any = rig.client.xrange(names.events)
-    victim = next(iter(rig.history().seals))
-    rig.client.delete(names.events)
-    for entry_id, fields in entries:
-        record = fields[b"r"]
-        if entry_id == entries[1][0]:  # the first seal
-            record = record[:-6] + bytes(2) + record[-4:]
-        rig.client.xadd(names.events, {"r": record}, id=entry_id)
-    rig.excused = rig.history().acknowledged_by_group[victim.split("/")[0]]
-
-    first = rig.start_batcher()
-    rig.join(rig.start_ranks(1, max_steps=2, checkpoint_every=1))
-    first.kill()
-    second = rig.start_batcher()
-    rig.join(rig.start_ranks(1, max_steps=3, checkpoint_every=1))
-
-    assert second.status is None
-    assert "are rejected" in second.log_path.read_text()
-    rig.check()
 
 
 def test_empty_server_is_noticed_and_never_restarts_at_0(rig: Rig) -> None:

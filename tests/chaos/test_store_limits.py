@@ -19,12 +19,11 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from harness.machine import asleep
 from harness.proxy import Proxy
 from harness.rig import CONFIG, ENDLESS, Rig, config
-from harness.stored import archive_is_what_was_trained, lost_with
+from harness.stored import lost_with
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import WaitKind
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.batcher.serving.health import TROUBLE
-from turnstream_server.ledger.core.frontier import read_frontier
 from turnstream_server.ledger.queries.run_snapshot import read_snapshot
 from turnstream_server.settings import Settings
 
@@ -167,56 +166,6 @@ def test_full_disk_under_fsync_ends_the_server_and_loses_nothing(
     _wait_for_health(rig, HealthCheckResponse.SERVING)
 
     rig.drain()
-
-
-@pytest.mark.parametrize(
-    ("is_full", "error"), [(True, "No space left on device"), (False, "Read-only file system")]
-)
-def test_full_or_read_only_disk_of_the_archive_only_delays_the_release(
-    start_rig: StartRig, small_disk: Path, is_full: bool, error: str
-) -> None:
-    # Fault 11: the trainer and the generators continue; the store keeps what is in no file yet.
-    rig = start_rig(config=config(retain_checkpoints=1))
-    rig.environment["TURNSTREAM_ARCHIVE_DIR"] = str(small_disk)
-    rig.start_batcher()
-    rig.start_ranks(1, checkpoint_every=1)
-    rig.join(rig.start_generator("before", groups=8))
-    rig.wait(lambda: _released(rig) == 2, "the release of what is archived")
-    if is_full:
-        _fill(small_disk)
-    else:
-        _remount(small_disk, "ro")
-    rig.join(rig.start_generator("full", groups=16))
-    rig.wait_for_lines("committed", 6)
-    rig.wait(lambda: _release_trouble(rig), "the reason why nothing is released")
-    trouble, released = _release_trouble(rig), _released(rig)
-
-    if is_full:
-        (small_disk / "filler").unlink()
-    else:
-        _remount(small_disk, "rw")
-    rig.wait(lambda: _released(rig) == 6, "the release of the other steps")
-    rig.wait(lambda: not _release_trouble(rig), "the end of the trouble")
-
-    assert released == 2
-    assert trouble.startswith("step 3 is not archived: ")
-    assert error in trouble
-    rig.drain()
-    newest = _released(rig)
-    found = archive_is_what_was_trained(rig.history(), small_disk, run=rig.run, released=newest)
-    assert list(found) == []
-
-
-def _remount(disk: Path, option: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{option}", str(disk)], check=True)
-
-
-def _released(rig: Rig) -> int:
-    return read_frontier(rig.client, rig.run).released
-
-
-def _release_trouble(rig: Rig) -> str:
-    return read_snapshot(rig.client, rig.run).release_trouble
 
 
 def _wait_for_health(rig: Rig, state: int, trouble: str = "") -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from harness.history import History
-from harness.machine import is_asleep
 from harness.proxy import Proxy
 from harness.rig import PATIENCE_S, Rig
 from turnstream.worker import BatchStream, ObserverStream
@@ -50,19 +49,6 @@ def test_rank_killed_before_its_first_batch_is_missed_until_the_deadline(
     (refused,) = fed.history().of("refused")
     assert "PeerLostError" in refused["error"]
     fed.drain(2)
-
-
-def test_rank_killed_after_a_batch_gets_the_same_bytes_again(fed: Rig) -> None:
-    # Fault 15: after the get, while the optimizer works.
-    ranks = fed.start_ranks(2, failpoint="train.after_update=stop")
-    fed.wait(lambda: is_asleep(ranks[0].pid), "the end of the first update")
-
-    for rank in ranks:
-        rank.kill()
-
-    fed.drain(2)
-    begun = [line for line in fed.history().of("received") if line["step"] == 1]
-    assert len(begun) == 2 * 4  # two mini-batches and ranks, all of them twice
 
 
 def test_rank_killed_within_a_transfer_gets_the_same_bytes_again(rig: Rig) -> None:
@@ -175,22 +161,6 @@ def test_trainer_that_rolls_back_gets_every_later_step(fed: Rig, from_step: int)
     assert fed.history().sessions[1].updated == (from_step + 1,)
     fed.drain(from_step=from_step)
     assert fed.history().sessions[2].updated == tuple(range(from_step + 1, NUM_STEPS + 1))
-
-
-def test_token_of_another_history_is_refused(fed: Rig) -> None:
-    # Fault 19: a batch that is not in the store is never skipped silently.
-    fed.join(fed.start_ranks(1, checkpoint_every=2, max_steps=2))
-    token = next(fed.history().of("committed"))["token"]
-    path = fed.folder / "trainer/000002.token"
-    path.write_text(token[:-4] + "beef")
-
-    ranks = fed.start_ranks(1)
-    ranks[0].wait(PATIENCE_S)
-
-    assert ranks[0].status == 3
-    assert any("StoreBehindError" in line["error"] for line in fed.history().of("refused"))
-    path.write_text(token)
-    fed.drain()
 
 
 def test_world_size_changes_from_four_to_three_to_four(fed: Rig) -> None:

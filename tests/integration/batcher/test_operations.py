@@ -142,28 +142,6 @@ async def test_ranks_pull_each_datum_once_and_compute_it(
             assert sum(len(part.row_ids) for part in parts) == len(share.mini_batch.rows)
 
 
-async def test_skipped_commands_take_no_part(cluster: Cluster) -> None:
-    model_id, run = await new_model(cluster, OPERATIONS)
-    replica = await cluster.start_batcher()
-
-    shares = await pull(replica.address, model_id, run, skipped=frozenset({1, 3}))
-
-    assert data_of(shares) == [(0, f"{model_id}:2", 0), (1, f"{model_id}:2", 1)]
-
-
-async def test_replicas_and_repeated_calls_have_the_same_bytes(cluster: Cluster) -> None:
-    model_id, _ = await new_model(cluster, OPERATIONS)
-    one, other = await cluster.start_batcher(), await cluster.start_batcher()
-
-    answers = [
-        await raw_answer(replica.address, model_id, first=1, last=3, dp_rank=1)
-        for replica in (one, one, other)
-    ]
-
-    assert answers[0]
-    assert answers[1:] == [answers[0]] * 2
-
-
 async def test_ranks_share_an_assembly_until_the_last_one_has_its_rows(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,8 +18,6 @@ from testkit import group, trajectory, turn, wait_until
 from testkit.processes import in_fork
 from turnstream.errors import (
     BatcherUnavailableError,
-    FencedError,
-    NotReadyError,
     RejectedError,
     RunNotFoundError,
 )
@@ -122,30 +120,6 @@ def reported(server: Any, run: Any) -> set[bytes]:
     with connect(server.url) as client:
         found: Any = client.hkeys(f"ts:{{{run.name}}}:ranks")
     return {name for name in found if name.startswith(b"stepped:")}
-
-
-def test_waiting_rank_gets_the_name_of_the_late_rank(run: Any) -> None:
-    publish(run, 1)
-    ranks = [
-        run.batches(dp_rank=rank, dp_world_size=2, session="s", timeout_s=2.0) for rank in range(2)
-    ]
-    steps = [next(batches) for batches in ranks]
-    for step in steps:
-        trained(step)
-
-    with pytest.raises(NotReadyError, match="dp_rank 1 has not stepped it"):
-        steps[0].done()
-    for batches in ranks:
-        batches.close()
-
-
-def test_new_start_of_the_trainer_fences_the_one_before(run: Any) -> None:
-    publish(run, 1)
-    with run.batches() as before:
-        step = next(before)
-        trained(step)
-        with run.batches(), pytest.raises(FencedError):
-            step.done()
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
