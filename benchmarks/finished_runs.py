@@ -19,12 +19,21 @@ from turnstream.store.client.scripts import Command, Script, pack
 from turnstream.types import TrajectoryKey
 from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import Changes, write_command
+from turnstream_server.ledger.planning.ending import Attempt
 from turnstream_server.ledger.release.ended_writes import EndedFacts, replace_ended
 from turnstream_server.ledger.release.release import COMPACT_SLICE, GROUP_SLICE
-from turnstream_server.ledger.release.release_writes import FoldedFacts, Part, compact, finish
+from turnstream_server.ledger.release.release_writes import (
+    FoldedFacts,
+    Part,
+    compact,
+    finish,
+    release_bytes,
+)
 
 RUN = "ledger"
 TERM = Term(cast(Any, None), RUN, 1)
+HELD = b"9000"
+"""Bytes of each trajectory in the store."""
 
 
 class Planned(NamedTuple):
@@ -66,7 +75,6 @@ class RunWriter:
         names = {
             "leadership": ("acquire_leader", "leader_write"),
             "sessions": ("start_session", "stepped", "committed"),
-            "release": ("release_bytes",),
         }
         self._scripts = {
             name: Script(name, f"turnstream_server.ledger.{folder}")
@@ -98,8 +106,8 @@ class RunWriter:
         committed = (names.frontier, names.batches, names.times, names.wake, names.ranks)
         self._store.run(
             ("HSET", names.ledger, *values),
-            ("HSET", names.payload_bytes, *[word for each in ids for word in (each, "9000")]),
-            ("HINCRBY", names.budget, "planned", 9000 * len(ids)),
+            ("HSET", names.payload_bytes, *[word for each in ids for word in (each, HELD)]),
+            ("HINCRBY", names.budget, "planned", int(HELD) * len(ids)),
             ("HSET", names.groups, *groups),
             ("HINCRBY", names.counts, "accepted", len(ids)),
             ("HINCRBY", names.counts, "planned", len(ids)),
@@ -118,7 +126,6 @@ class RunWriter:
             self._fold(self._kept.pop(0))
 
     def _fold(self, batch: Planned) -> None:
-        names = self._names
         record = encode_batch(
             CompactBatch(
                 step=batch.step,
@@ -129,14 +136,13 @@ class RunWriter:
             )
         )
         ids, step = batch.ids, batch.step
-        bytes_keys = (names.ledger, names.payload_bytes, names.budget, names.wake)
         released = b"%d" % step
         folded = b"%d" % (step - 1) if step > 1 else None
         facts = FoldedFacts(released=released, folded=folded, snapshot_step=b"%d" % (step + 1))
         entry = b"planned:%d" % step
         self._store.run(
             *(
-                self._call("release_bytes", bytes_keys, *some)
+                _write(release_bytes([Attempt(each, entry, HELD) for each in some]))
                 for some in _sliced(ids, COMPACT_SLICE)
             ),
             *(
@@ -166,14 +172,13 @@ class RunWriter:
         groups = dict.fromkeys(each.partition("/")[0] for each in ended)
         self._store.run(
             ("HSET", names.ledger, *[word for pair in ended.items() for word in pair]),
-            ("HSET", names.payload_bytes, *[word for each in ended for word in (each, "9000")]),
-            ("HINCRBY", names.budget, "stored", 9000 * len(ended)),
+            ("HSET", names.payload_bytes, *[word for each in ended for word in (each, HELD)]),
+            ("HINCRBY", names.budget, "stored", int(HELD) * len(ended)),
             ("HSET", names.groups, *[word for each in groups for word in (each, "8:incomplete")]),
         )
-        bytes_keys = (names.ledger, names.payload_bytes, names.budget, names.wake)
         self._store.run(
             *(
-                self._call("release_bytes", bytes_keys, *some)
+                _write(release_bytes([Attempt(each, ended[each].encode(), HELD) for each in some]))
                 for some in _sliced([*ended], COMPACT_SLICE)
             )
         )

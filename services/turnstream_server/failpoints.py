@@ -55,7 +55,6 @@ NAMES: Final = frozenset(
         "mark_dead.before",  # damage was found, the ledger does not know yet
         "mark_dead.after",
         "discard.after_entry",  # a dead letter is discarded in the ledger, its payload is stored
-        "discard.after_payload",  # its payload is deleted, its bytes are counted
         "session.before_start",
         "session.after_start",  # the session is stored, its trainer has no answer
         "stepped.before",

@@ -18,6 +18,7 @@ from turnstream.store.client.connection import connect_async
 from turnstream.store.run.rewards import RewardOutcome
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.ledger.leadership.leadership import Term, acquire_leadership
 from turnstream_server.ledger.release.release import release_payload
 
 pytestmark = pytest.mark.redis
@@ -79,8 +80,7 @@ async def test_trajectory_released_before_its_group_is_not_reported_lost(own_sto
         publisher.publish(group("g")).result(10)
         own_store.client.hset(names.groups, "g", "2:planned")
         own_store.client.hset(names.ledger, "g/0/0", "planned:1")
-        async with connect_async(own_store.url) as client:
-            await release_payload(client, run, ["g/1/0"], lease_s=60.0)
+        await _release(own_store, run, "g/1/0")
         own_store.client.hdel(names.ledger, "g/1/0")
         own_store.restart()
         publisher.publish(group("h")).result(10)
@@ -99,8 +99,7 @@ async def test_finished_adopted_trajectory_is_not_reported_lost(own_store: Store
     with Publisher(own_store.url, run, writer="w", keep_s=60.0) as publisher:
         _leave_open(own_store.server, run)
         publisher.adopt("g", 0).seal(1.0)
-        async with connect_async(own_store.url) as client:
-            await release_payload(client, run, ["g/0/0"], lease_s=60.0)
+        await _release(own_store, run, "g/0/0")
         own_store.client.hdel(names.ledger, "g/0/0")
         own_store.client.hdel(names.groups, "g")
         for number in range(2):
@@ -156,6 +155,14 @@ def _restart_then_lose(publisher: Publisher, server: EmbeddedServer, past: Any) 
     publisher.publish(group("i")).result(10)
     publisher.flush()
     return publisher.statistics()
+
+
+async def _release(store: Store, run: str, trajectory_id: str) -> None:
+    """Delete the payload of a trajectory, as a leader of the run does."""
+    async with connect_async(store.url) as client:
+        leadership = await acquire_leadership(client, run, owner="p", lease_s=60.0)
+        term = Term(client, run, leadership.epoch)
+        await release_payload(term, [trajectory_id], lease_s=60.0)
 
 
 def _leave_open(server: EmbeddedServer, run: str) -> None:

@@ -341,7 +341,7 @@ class LedRun:
 
     async def release(self, *ids: str, lease_s: float = 60.0, **options: Any) -> None:
         """Delete the payload of these trajectories, and release their bytes."""
-        await release_payload(self.client, self.name, ids, lease_s=lease_s, **options)
+        await release_payload(self.term, ids, lease_s=lease_s, **options)
 
     async def compact(self, step: int) -> None:
         """Everything that a leader does with a released step."""

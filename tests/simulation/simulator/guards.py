@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 from unittest.mock import patch
 
@@ -19,7 +19,8 @@ from turnstream_server.batcher.planner import releaser
 from turnstream_server.batcher.planner.leader import Leader
 from turnstream_server.ledger.core.server_instance import PinnedClient
 from turnstream_server.ledger.leadership.writes import Changes
-from turnstream_server.ledger.release import ended_writes
+from turnstream_server.ledger.planning.ending import Attempt
+from turnstream_server.ledger.release import ended_writes, release, release_writes
 
 Break = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -92,6 +93,10 @@ async def _all_of(_: Any, __: str, names: list[str]) -> set[str]:
     return set(names)
 
 
+def _released_as_stored(ended: Iterable[Attempt]) -> Changes | None:
+    return release_writes.release_bytes([each._replace(entry=b"sealed:1") for each in ended])
+
+
 def _without(add: Callable[..., None], field: str) -> Callable[..., None]:
     def add_others(changes: Changes, key: str, name: str, number: int) -> None:
         if name != field:
@@ -126,9 +131,7 @@ GUARDS: Final[dict[str, Break]] = {
     ),
     "leader_write: facts that have changed": condition("if refusal then"),
     "plan: the groups of a step": method(Changes, "add", _without(Changes.add, "planned_groups")),
-    "release_bytes: bytes of a batch": condition(
-        "if string.sub(entries[i] or '', 1, 8) == 'planned:' then"
-    ),
+    "release_bytes: bytes of a batch": method(release, "release_bytes", _released_as_stored),
     "start_session: stepped batches come back": script(
         "redis.call('HSET', FRONTIER, 'stepped', step, 'committed', step,",
         "redis.call('HSET', FRONTIER, 'committed', step,",

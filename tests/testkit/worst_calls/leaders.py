@@ -51,6 +51,7 @@ from turnstream_server.ledger.release.release_writes import (
     advance,
     compact,
     finish,
+    release_bytes,
 )
 from turnstream_server.ledger.sessions.observers import MOST_OBSERVERS, expire
 
@@ -159,6 +160,14 @@ def limited(store: LimitStore) -> Changes:
     return limit([each.encode() for each in late], latest_ms=9, revision=1)
 
 
+def bytes_released(store: LimitStore) -> Changes | None:
+    """The most trajectories of one call."""
+    ids = ids_of(COMPACT_SLICE)
+    store.fill(store.keys.payload_bytes, ((each, "70000") for each in ids))
+    store.fill(store.keys.budget, [("stored", 10**9)])
+    return release_bytes([Attempt(each, b"expired:why", b"70000") for each in ids])
+
+
 def folded(store: LimitStore, names: list[str], *, are_groups: bool) -> Changes | None:
     """Names of a released step; `over` is as long as it gets."""
     entry = b"1:planned" if are_groups else b"planned:1"
@@ -235,7 +244,7 @@ def withdrawn(store: LimitStore) -> Changes | None:
 
 BUILDS: Final = (
     *(watermark, folded_groups, folded_trajectories, ended, finished),
-    *(parked, expired, trimmed, limited, rejected, withdrawn),
+    *(parked, expired, trimmed, limited, rejected, withdrawn, bytes_released),
 )
 
 
@@ -272,14 +281,6 @@ def leader_write(store: LimitStore) -> list[Command]:
         assert changes is not None
         written.append(write_command(term_of(own), changes))
     return written
-
-
-@worst(WORST)
-def release_bytes(store: LimitStore) -> list[Command]:
-    """The most trajectories of one call."""
-    ids = ids_of(COMPACT_SLICE)
-    opened(store, ids)
-    return [store.call("release_bytes", *ids)]
 
 
 @worst(WORST)

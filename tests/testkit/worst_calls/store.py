@@ -6,7 +6,7 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import redis
 
@@ -18,7 +18,6 @@ from turnstream.store.client.run_ids import find_run
 from turnstream.store.client.scripts import Argument, Command
 from turnstream.store.run.runs import create_run
 from turnstream_server.ledger.core.run_script import RunScript
-from turnstream_server.ledger.leadership.leadership import LeaderScript, Term
 
 NAME: Final = "n" * 500
 """About the longest name of a group, a writer or an observer."""
@@ -65,11 +64,8 @@ class LimitStore:
             self.client.execute_command("ZADD", key, *words)
 
     def call(self, name: str, *args: Argument) -> Command:
-        """Return the call of a script of the run: of the ledger with its keys, and its epoch."""
-        found = _ledger_scripts()[name]
-        if isinstance(found, LeaderScript):
-            return found(Term(cast(Any, None), self.run, 1), *args)
-        return found(self.run, *args)
+        """Return the call of a script of the ledger with its keys of the run."""
+        return _ledger_scripts()[name](self.run, *args)
 
     def script(self, name: str, key_names: str, *args: Argument) -> Command:
         """Return the call of a script with these keys of the run."""
@@ -107,11 +103,11 @@ def groups_of(count: int) -> list[str]:
 
 
 @functools.cache
-def _ledger_scripts() -> Mapping[str, RunScript | LeaderScript]:
+def _ledger_scripts() -> Mapping[str, RunScript]:
     path = turnstream_server.ledger.__path__
     modules = pkgutil.walk_packages(path, prefix="turnstream_server.ledger.")
     values = (each for module in modules for each in _values_of(module.name))
-    return {each.name: each for each in values if isinstance(each, RunScript | LeaderScript)}
+    return {each.name: each for each in values if isinstance(each, RunScript)}
 
 
 def _values_of(module: str) -> Iterable[object]:

@@ -195,7 +195,7 @@ class Releaser:
     ) -> None:
         _, config = await self._view.newest_config()
         await release_payload(
-            self._client, self._run, trajectory_ids, lease_s=config.lease_s, abandoned=abandoned
+            self._term, trajectory_ids, lease_s=config.lease_s, abandoned=abandoned
         )
 
     async def _compact_batches(self, plans: Sequence[StoredManifest]) -> None:

@@ -169,7 +169,7 @@ class Timekeeper:
         found = await find_orphaned(self._term, self._leader.undecided()[:MAX_ORPHANED])
         self._orphaned_since_s = {each: since_s.get(each, now_s) for each in found}
         oldest_s = now_s - self._config.lease_s - self._config.takeover_s
-        due = {each: found[each] for each in found if self._orphaned_since_s[each] <= oldest_s}
+        due = [found[each] for each in found if self._orphaned_since_s[each] <= oldest_s]
         num_fired = await end_orphaned(self._term, due)
         if num_fired:
             logger.warning("run %s is closed: %d groups have no writer", self._term.run, num_fired)

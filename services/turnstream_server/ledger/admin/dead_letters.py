@@ -25,7 +25,7 @@ from turnstream.types import Event, StoredTurn
 from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.run_script import RunScript
 from turnstream_server.ledger.core.scan import entry_ms, hash_fields, stream_entries
-from turnstream_server.ledger.release.release import release_bytes_command, release_command
+from turnstream_server.ledger.release.release import release_command
 
 OVER_LIMIT: Final = " above max_dead_bytes"
 """Added to the reason of a dead letter that a release discarded."""
@@ -33,7 +33,7 @@ OVER_LIMIT: Final = " above max_dead_bytes"
 _PAGE: Final = 1_000
 _SLICE: Final = 64
 
-_DISCARD: Final = RunScript("discard_dead_letter", "admin", "ledger dead_letters counts")
+_DISCARD: Final = RunScript("discard_dead_letter", "admin", "ledger dead_letters counts wake")
 
 
 class DeadLetterNotFoundError(RejectedError):
@@ -159,6 +159,8 @@ def open_event(client: redis.Redis, run: str, event_id: str) -> DeadContent:
 def discard_trajectory(client: redis.Redis, run: str, trajectory_id: str) -> bool:
     """Delete the payload of a dead trajectory; its ledger entry keeps the reason.
 
+    The leader of the run then returns the bytes to the budget.
+
     Returns:
         False if it was discarded before.
 
@@ -170,8 +172,6 @@ def discard_trajectory(client: redis.Redis, run: str, trajectory_id: str) -> boo
     # Repeated each time: an earlier call may have been interrupted here.
     failpoint("discard.after_entry")
     run_command(client, release_command(run, trajectory_id, lease_s=config.lease_s))
-    failpoint("discard.after_payload")
-    run_command(client, release_bytes_command(run, [trajectory_id]))
     return is_new
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import redis.asyncio
 
-from turnstream.store.client.scripts import Argument, Command, run_command_async
+from turnstream.store.client.scripts import Command
 from turnstream_server.ledger.core.run_script import RunScript
 
 _ACQUIRE = RunScript("acquire_leader", "leadership", "frontier leader")
@@ -41,31 +41,12 @@ class Leadership:
 class Term:
     """A replica's term as leader of a run.
 
-    A script that gets the epoch of an earlier term writes nothing and raises FencedError.
+    Each read and write of an earlier term than the current one raises FencedError.
     """
 
     client: redis.asyncio.Redis
     run: str
     epoch: int
-
-
-class LeaderScript:
-    """A RunScript that only the leader of a run may call.
-
-    Its first key, in addition to `key_names`, is `leader`. Its first argument is the epoch.
-    """
-
-    def __init__(self, name: str, package: str, key_names: str) -> None:
-        self.name = name
-        self._script = RunScript(name, package, f"leader {key_names}")
-
-    def __call__(self, term: Term, *args: Argument) -> Command:
-        """Return the call of this script in a term; nothing is sent."""
-        return self._script(term.run, term.epoch, *args)
-
-    async def run(self, term: Term, *args: Argument) -> Any:
-        """Call this script and return its reply."""
-        return await run_command_async(term.client, self(term, *args))
 
 
 async def acquire_leadership(

@@ -20,7 +20,6 @@ from turnstream.store.client.scripts import (
     Argument,
     Command,
     Script,
-    run_command_async,
     run_commands_async,
 )
 from turnstream_server.ledger.leadership.leadership import Term
@@ -148,18 +147,14 @@ async def write(term: Term, changes: Changes) -> list[Any] | Difference:
     """Write changes if their facts hold; return the replies of the commands, or a difference.
 
     Raises:
-        FencedError: another planner leads the run.
         CorruptRecordError: a counter is damaged: nothing was written.
     """
-    return _outcome(await run_command_async(term.client, write_command(term, changes)))
+    (outcome,) = await write_all(term, [changes])
+    return outcome
 
 
 async def write_without_facts(term: Term, changes: Changes) -> list[Any]:
-    """Write changes that expect nothing; return the replies of the commands.
-
-    Raises:
-        FencedError: another planner leads the run.
-    """
+    """Write changes that expect nothing; return the replies of the commands."""
     replies = await write(term, changes)
     assert not isinstance(replies, Difference), "no fact can differ"
     return replies
@@ -186,36 +181,29 @@ async def write_decision(
         The replies of the commands; None where `decide` returned None: nothing is to be written.
 
     Raises:
-        FencedError: another planner leads the run.
         StoreUnavailableError: the facts changed each time.
     """
-    found: list[Any] | Difference = []
-    for _ in range(MAX_TRIES):
-        changes = decide(await read())
-        if changes is None:
-            return None
-        found = await write(term, changes)
-        if not isinstance(found, Difference):
-            return found
-    raise StoreUnavailableError(f"run {term.run}: {found} changed in each of {MAX_TRIES} tries")
+
+    def decide_all(facts: _Facts) -> list[Changes]:
+        changes = decide(facts)
+        return [] if changes is None else [changes]
+
+    written = await write_decisions(term, read, decide_all)
+    return written[0] if written else None
 
 
 async def write_decisions(
     term: Term,
     read: Callable[[], Awaitable[_Facts]],
     decide: Callable[[_Facts], Sequence[Changes]],
-) -> None:
-    """Write several changes like `write_decision`, in order and in one round trip.
-
-    Raises:
-        FencedError: another planner leads the run.
-        StoreUnavailableError: the facts changed each time.
-    """
+) -> list[list[Any]]:
+    """Write several changes like `write_decision`, in order and in one round trip."""
     found: list[list[Any] | Difference] = []
     for _ in range(MAX_TRIES):
         found = await write_all(term, decide(await read()))
-        if not any(isinstance(each, Difference) for each in found):
-            return
+        written = [each for each in found if not isinstance(each, Difference)]
+        if len(written) == len(found):
+            return written
     raise StoreUnavailableError(f"run {term.run}: {found} changed in each of {MAX_TRIES} tries")
 
 

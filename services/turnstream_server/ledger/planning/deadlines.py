@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import redis.asyncio
@@ -141,23 +141,22 @@ def limit(late: Sequence[bytes], *, latest_ms: int, revision: int) -> Changes:
     return changes
 
 
-async def find_orphaned(term: Term, group_ids: Sequence[str]) -> dict[str, int]:
-    """Return the groups of a closed run without a writer, with the refills granted to each."""
-    found = await _read_orphaned(term, group_ids)
-    return {group_id: group.num_granted for group_id, group in found.items()}
+async def find_orphaned(term: Term, group_ids: Sequence[str]) -> dict[str, GroupState]:
+    """Return the groups of a closed run without a writer, by their ids."""
+    frontier = keys.run_keys(term.run).frontier
+    if (await read_facts(term, ("HGET", frontier, "closed"))) != [b"1"] or not group_ids:
+        return {}
+    names = {keys.encode_name(each): () for each in group_ids}
+    groups = await read_group_states(term, names)
+    return {keys.decode_name(each.name): each for each in groups if is_orphaned(each)}
 
 
-async def end_orphaned(term: Term, orphaned: Mapping[str, int]) -> int:
+async def end_orphaned(term: Term, groups: Iterable[GroupState]) -> int:
     """Fire the deadlines of groups without a writer; return their number.
 
     A group that has a writer since, or another refill, stays as it is.
     """
-    changes = [
-        fire_orphaned(group)
-        for group_id, group in (await _read_orphaned(term, [*orphaned])).items()
-        if group.num_granted == orphaned[group_id]
-    ]
-    found = await write_all(term, changes)
+    found = await write_all(term, [fire_orphaned(group) for group in groups])
     return sum(not isinstance(each, Difference) for each in found)
 
 
@@ -184,15 +183,6 @@ def fire_orphaned(group: GroupState) -> Changes:
     changes.write_entry("events", encode_event(event))
     changes.write("ZREM", "deadlines", f"group:{group.name}")
     return changes
-
-
-async def _read_orphaned(term: Term, group_ids: Sequence[str]) -> dict[str, GroupState]:
-    frontier = keys.run_keys(term.run).frontier
-    if (await read_facts(term, ("HGET", frontier, "closed"))) != [b"1"] or not group_ids:
-        return {}
-    names = {keys.encode_name(each): () for each in group_ids}
-    groups = await read_group_states(term, names)
-    return {keys.decode_name(each.name): each for each in groups if is_orphaned(each)}
 
 
 async def abandon_lapsed(term: Term, *, until_ms: int) -> bool:

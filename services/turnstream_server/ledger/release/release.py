@@ -28,7 +28,6 @@ from turnstream.store.client.run_ids import no_such_run
 from turnstream.store.client.scripts import Command, Script, run_commands_async
 from turnstream.store.run.configs import read_config_async
 from turnstream_server.failpoints import failpoint
-from turnstream_server.ledger.core.run_script import RunScript
 from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import (
     Changes,
@@ -36,6 +35,7 @@ from turnstream_server.ledger.leadership.writes import (
     write_decision,
     write_decisions,
 )
+from turnstream_server.ledger.planning.ending import read_trajectories
 from turnstream_server.ledger.release.ended_writes import (
     DROPPED,
     OVER,
@@ -51,6 +51,7 @@ from turnstream_server.ledger.release.release_writes import (
     advance,
     compact,
     finish,
+    release_bytes,
 )
 
 TOMBSTONE_LEASES: Final = 15
@@ -73,7 +74,6 @@ STEP_SLICE: Final = 16
 """Steps whose plans one round trip replaces."""
 
 _RELEASE = Script("release_payload", "turnstream_server.ledger.release")
-_RELEASE_BYTES = RunScript("release_bytes", "release", "ledger payload_bytes budget wake")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +157,7 @@ async def _read_watermark(term: Term) -> WatermarkFacts:
 
 
 async def release_payload(
-    client: redis.asyncio.Redis,
-    run: str,
+    term: Term,
     trajectory_ids: Sequence[str],
     *,
     lease_s: float,
@@ -167,13 +166,16 @@ async def release_payload(
     """Delete payload, and then return its bytes to the budget; the ledger must name it."""
     failpoint("release_payload.before")
     commands = (
-        release_command(run, each, lease_s=lease_s, is_abandoned=each in abandoned)
+        release_command(term.run, each, lease_s=lease_s, is_abandoned=each in abandoned)
         for each in trajectory_ids
     )
-    await _run_all(client, commands)
+    for some in _in_slices(commands, lambda command: len(command.words)):
+        for reply in await run_commands_async(term.client, some):
+            if isinstance(reply, Exception):
+                raise reply
     failpoint("release_bytes.before")
-    slices = _sliced(trajectory_ids, COMPACT_SLICE)
-    await _run_all(client, (release_bytes_command(run, some) for some in slices))
+    for ids in _sliced(trajectory_ids, COMPACT_SLICE):
+        await write_decision(term, lambda ids=ids: read_trajectories(term, ids), release_bytes)
 
 
 def release_command(
@@ -183,11 +185,6 @@ def release_command(
     tombstone_ms = round(max(SHORTEST_TOMBSTONE_S, TOMBSTONE_LEASES * lease_s) * 1_000)
     text = "abandoned" if is_abandoned else "over"
     return _RELEASE(keys.trajectory_keys(run, trajectory_id), tombstone_ms, text)
-
-
-def release_bytes_command(run: str, trajectory_ids: Sequence[str]) -> Command:
-    """Return the call that releases the bytes of a few trajectories; nothing is sent."""
-    return _RELEASE_BYTES(run, *trajectory_ids)
 
 
 async def compact_batches(term: Term, manifests: Sequence[Manifest]) -> None:
@@ -341,14 +338,6 @@ async def _group_states(
         found = [entry and entry.partition(b":")[2] for entry in entries]
         states += zip(some, found, strict=True)
     return states
-
-
-async def _run_all(client: redis.asyncio.Redis, commands: Iterable[Command]) -> None:
-    """Run scripts in order, a slice in each round trip; the first that is refused raises."""
-    for some in _in_slices(commands, lambda command: len(command.words)):
-        for reply in await run_commands_async(client, some):
-            if isinstance(reply, Exception):
-                raise reply
 
 
 def _in_slices(values: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_T]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from turnstream.errors import ConflictError
 from turnstream.store.client.stored_values import parsed_number, reading
 from turnstream_server.ledger.leadership.writes import Changes
+from turnstream_server.ledger.planning.ending import Attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,30 @@ def advance(facts: WatermarkFacts, *, at_most: int | None) -> tuple[int, Changes
     text = ",".join(map(str, kept))
     changes.write("HSET", "frontier", "released", floor, "checkpoints", text)
     return floor, changes
+
+
+def release_bytes(ended: Iterable[Attempt]) -> Changes | None:
+    """Return the writes that return the bytes of trajectories to the budget; None without any.
+
+    Their payload must be deleted.
+
+    >>> changes = release_bytes([Attempt("g/0/0", b"planned:1", b"70")])
+    >>> changes and list(changes.calls())[1:]  # doctest: +NORMALIZE_WHITESPACE
+    [('HDEL', 'payload_bytes', ('g/0/0',)), ('XADD', 'wake', ('MAXLEN', 1, '*', 'w', '')),
+     ('HINCRBY', 'budget', ('planned', -70))]
+    """
+    changes = Changes()
+    released: list[str] = []
+    for each in ended:
+        if each.held is not None:
+            released.append(each.trajectory_id)
+            changes.expect("payload_bytes", each.trajectory_id, each.held)
+            changes.add("budget", "reserved", -each.reserved_bytes)
+            part = "planned" if each.state == "planned" else "stored"
+            changes.add("budget", part, -each.stored_bytes)
+    changes.write_each("HDEL", "payload_bytes", released)
+    changes.wake()
+    return changes if released else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,10 +18,13 @@
 --                        have a lower id than they had
 -- Reply:     {1, the reply of each command}, or {0, key, field, its value or false} of the first fact
 --            that does not hold: nothing was written
+-- Errors:    FENCED  another planner leads the run
 
 local LEADER = KEYS[1]
 
--- include: fenced.lua
+if redis.call('HGET', LEADER, 'epoch') ~= ARGV[1] then
+  return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
+end
 -- include: turnstream.store.run/slices.lua
 -- include: turnstream.store.run/whole_numbers.lua
 

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Part of leader_write, open_group, post_sealed, read_group, release_bytes, start_session and take: calls
+-- Part of leader_write, open_group, post_sealed, read_group, start_session and take: calls
 -- with any number of values, some at a time. `unpack` fails above about 8,000.
 --
 -- Gives read_sliced(command, key, names), the replies for all names in one table, and

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Part of abandon, leader_write, open_group, post_reward, post_sealed, release_bytes, reserve and whole_counters:
+-- Part of abandon, discard_dead_letter, leader_write, open_group, post_reward, post_sealed and reserve:
 -- refuses a damaged counter before the first write. HINCRBY fails at a field that is no whole number, and Redis keeps
 -- the earlier writes of the script.
 --
