@@ -12,8 +12,7 @@ from testkit.turns import turn
 from turnstream.generator.encode.encoder import TrajectoryDraft
 from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.receipts import PendingWrite
-from turnstream.generator.outbox.rounds import Call, Round
-from turnstream.generator.outbox.trajectory_queue import TrajectoryQueue
+from turnstream.generator.outbox.writes import Call, Round, TrajectoryQueue
 from turnstream.generator.transport.redis_transport import num_replies, parse_replies
 from turnstream.types import GroupOpened, Status, TrajectoryKey
 
@@ -111,7 +110,7 @@ class OutboxDriver:
         beats = [
             _well(call)
             for call in sent.calls[len(answers) :]
-            if not call.is_write or call.command.script.name == "note_conflict"
+            if not call.is_write or call.request.command.script.name == "note_conflict"
         ]
         self.answered(sent, [*loads, *answers, *beats])
         return sent
@@ -155,13 +154,13 @@ class OutboxDriver:
 
 def _well(call: Call) -> Any:
     """Return the reply to a call that belongs to no trajectory."""
-    match call.command.script.name:
+    match call.request.command.script.name:
         case "heartbeat":
-            return [60_000, *[b"OK"] * (len(call.command.args) // 2)]
+            return [60_000, *[b"OK"] * (len(call.request.command.args) // 2)]
         case "read_waits":
             return ResponseError("NORUN no such run")
         case "reserve":
-            return [int(size) for size in call.command.args[2::3]]
+            return [int(size) for size in call.request.command.args[2::3]]
         case _:
             return 1
 

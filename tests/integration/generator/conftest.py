@@ -13,7 +13,7 @@ import redis
 
 from harness.proxy import Proxy
 from testkit.stores import Store
-from turnstream.generator.outbox import heartbeats, outage
+from turnstream.generator.outbox import heartbeats, waits
 from turnstream.generator.transport import sender
 from turnstream.store.waits import bounded_call
 from turnstream_server.embedded import EmbeddedServer
@@ -51,7 +51,7 @@ def wait_for_answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]
     """
 
     def wait(seconds: float) -> None:
-        for module in (outage, sender, bounded_call):
+        for module in (waits, sender, bounded_call):
             monkeypatch.setattr(module, "ANSWER_S", seconds)
 
     wait(LONG_S)

@@ -15,8 +15,8 @@ from testkit.stores import Store
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator import Publisher
 from turnstream.generator.api.adoption import adopt_trajectory
-from turnstream.generator.transport.bounded_calls import BoundedCalls
 from turnstream.generator.transport.redis_transport import RedisRequests
+from turnstream.generator.transport.transport import BoundedCalls
 from turnstream.store.client import keys
 from turnstream.store.waits.bounded_call import StoreWait
 from turnstream.types import TrajectoryKey

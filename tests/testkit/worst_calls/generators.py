@@ -10,7 +10,7 @@ from testkit.scripts import script
 from testkit.worst_calls.store import NAME, Build, LimitStore, ids_of, worst
 from turnstream.batching.config.values import LARGEST_GROUP
 from turnstream.generator.encode.checks import MAX_RECORD_BYTES
-from turnstream.generator.outbox.rounds import MAX_ROUND_BYTES, MAX_ROUND_TURNS
+from turnstream.generator.outbox.writes import MAX_ROUND_BYTES, MAX_ROUND_TURNS
 from turnstream.records.configs import encode_config
 from turnstream.records.events import MAX_EVENT_BYTES
 from turnstream.store.client.scripts import Command

@@ -12,8 +12,7 @@ from testkit.outboxes import OutboxDriver, driver_with_queue
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import NotReadyError, WaitKind
 from turnstream.generator.outbox.receipts import PendingWrite
-from turnstream.generator.outbox.rounds import Round
-from turnstream.generator.outbox.trajectory_queue import TrajectoryQueue
+from turnstream.generator.outbox.writes import Round, TrajectoryQueue
 from turnstream.generator.transport.redis_transport import num_replies
 from turnstream.records.configs import encode_config
 

@@ -10,8 +10,7 @@ from redis.exceptions import ResponseError
 from testkit.outboxes import OutboxDriver, driver_with_queue
 from turnstream.errors import FencedError, RunNotFoundError
 from turnstream.generator.outbox.heartbeats import Heartbeats
-from turnstream.generator.outbox.rounds import TargetRun
-from turnstream.generator.outbox.trajectory_queue import TrajectoryQueue
+from turnstream.generator.outbox.writes import TargetRun, TrajectoryQueue
 from turnstream.generator.transport.redis_transport import parse_replies
 from turnstream.types import TrajectoryKey
 
@@ -201,7 +200,7 @@ def test_more_leases_than_one_call_takes_travel_in_several() -> None:
     for queue in queues:
         beats.opened(queue, now_s=0.0)
 
-    names = [call.command.args[::2] for call in beats.take(1.0)]
+    names = [call.request.command.args[::2] for call in beats.take(1.0)]
 
     assert [len(each) for each in names] == [256, 256, 88]
     assert [name for each in names for name in each] == [queue.trajectory_id for queue in queues]

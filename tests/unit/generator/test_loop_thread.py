@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from turnstream.errors import StoreUnavailableError
-from turnstream.generator.transport.loop_thread import LoopThread
+from turnstream.generator.transport.thread_sender import LoopThread
 
 
 async def returned(value: int) -> int:
@@ -50,7 +50,7 @@ def test_closing_ends_the_calls_of_other_threads() -> None:
 
 INTERRUPTED = """
 import asyncio, signal, sys, threading
-from turnstream.generator.transport.loop_thread import LoopThread
+from turnstream.generator.transport.thread_sender import LoopThread
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 loop, was_cancelled = LoopThread(), threading.Event()

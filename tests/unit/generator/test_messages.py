@@ -14,6 +14,7 @@ from turnstream.generator.requests import (
     Abandon,
     Adopt,
     AppendTurns,
+    AwaitWake,
     CloseRun,
     CountConflict,
     Lease,
@@ -32,7 +33,6 @@ from turnstream.generator.requests import (
     Reserve,
 )
 from turnstream.generator.transport.messages import (
-    AwaitWake,
     call_of,
     reply_of,
     request_of,

@@ -17,7 +17,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from testkit.outboxes import OutboxDriver, driver_with_queue
 from turnstream.errors import ConflictError, StoreFullError, StoreUnavailableError
 from turnstream.generator.outbox.receipts import PendingWrite
-from turnstream.generator.outbox.trajectory_queue import SendQueues, TrajectoryQueue
+from turnstream.generator.outbox.writes import SendQueues, TrajectoryQueue
 from turnstream.generator.requests import SCRIPTS
 from turnstream.generator.transport.redis_transport import num_replies, pack_round
 from turnstream.store.client.backoff import FIRST_PAUSE_S

@@ -8,7 +8,6 @@ from redis.exceptions import ResponseError
 from testkit.outboxes import OutboxDriver, driver_with_queue, driver_with_seal
 from turnstream.errors import ConflictError, FencedError, StoreBehindError, StoreUnavailableError
 from turnstream.generator.outbox.receipts import PendingWrite
-from turnstream.generator.outbox.trajectory_queue import RewardPost
 from turnstream.generator.transport.redis_transport import num_replies
 from turnstream.store.run.rewards import encode_reward
 from turnstream.types import GroupOpened, TrajectoryKey
@@ -270,7 +269,7 @@ def test_late_answer_to_a_repeated_reward_is_reported_as_lost(
 ) -> None:
     driver = OutboxDriver(keep_s=5.0)
     posted = encode_reward(TrajectoryKey("g", 7), 1.0, None)
-    driver.outbox.run_calls.post_reward(RewardPost(*posted, PendingWrite()))
+    driver.outbox.run_calls.post_reward(*posted, PendingWrite())
     driver.answer(first.encode())
     driver.request()
 

@@ -4,7 +4,7 @@ from turnstream.errors import FencedError
 from turnstream.generator.encode.encoder import TurnRecord
 from turnstream.generator.outbox.receipts import PendingWrite
 from turnstream.generator.outbox.resend import KeptTurn, ResendBuffer
-from turnstream.generator.outbox.trajectory_queue import Admission, TrajectoryQueue
+from turnstream.generator.outbox.writes import Admission, TrajectoryQueue
 from turnstream.types import GroupOpened, TrajectoryKey, TurnShape
 
 QUEUE = TrajectoryQueue(TrajectoryKey("g", 0), "g/0/0")

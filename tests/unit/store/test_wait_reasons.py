@@ -13,8 +13,8 @@ from testkit import turn
 from testkit.snapshots import scanned, snapshot
 from turnstream.errors import WaitKind, WaitReason
 from turnstream.generator.encode.encoder import TrajectoryDraft
-from turnstream.generator.outbox.outbox_waits import no_space, not_on_disk, of_writes
-from turnstream.generator.outbox.trajectory_queue import PendingTurn, TrajectoryQueue
+from turnstream.generator.outbox.waits import no_space, not_on_disk, of_writes
+from turnstream.generator.outbox.writes import PendingTurn, TrajectoryQueue
 from turnstream.store.run.tasks import PromptCounts
 from turnstream.store.waits.awaited import (
     admission_awaited,

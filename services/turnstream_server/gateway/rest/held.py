@@ -9,8 +9,9 @@ from typing import Annotated, Any, Final, TypeVar
 from fastapi import HTTPException, Request
 from pydantic import Field
 
-from turnstream.generator.transport.bounded_calls import BoundedCalls
+from turnstream.generator import requests
 from turnstream.generator.transport.redis_transport import RedisRequests
+from turnstream.generator.transport.transport import BoundedCalls
 from turnstream.store.client import keys
 from turnstream.store.client.cancellation import cancel_all
 from turnstream.store.client.connection import address_of_client
@@ -41,9 +42,12 @@ class HeldRequests(RedisRequests):
         super().__init__(gateway.client)
         self._streams = gateway.streams
 
-    async def wait_until_woken(self, run: str, wake_id: str, *, timeout_s: float) -> None:
-        """Return when the run's wake stream is beyond this id, or after `timeout_s`."""
-        await self._streams.wait({keys.run_keys(run).wake: wake_id}, timeout_s=timeout_s)
+    async def reply(self, request: requests.Request) -> Any:
+        """Return the reply to a request."""
+        if not isinstance(request, requests.AwaitWake):
+            return await super().reply(request)
+        wake = {keys.run_keys(request.run).wake: request.wake_id}
+        return await self._streams.wait(wake, timeout_s=request.timeout_ms / 1000)
 
 
 def held_calls(gateway: Gateway, awaited: str, what: str, *, wait_s: float) -> BoundedCalls:

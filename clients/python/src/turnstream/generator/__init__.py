@@ -5,8 +5,7 @@ from turnstream.generator.api.group_writers import AsyncGroupWriter, GroupWriter
 from turnstream.generator.api.publisher import Publisher
 from turnstream.generator.api.trajectory_writers import AsyncTrajectoryWriter, TrajectoryWriter
 from turnstream.generator.api.work import AsyncTask, Task
-from turnstream.generator.outbox.inflight import PublisherStatistics
-from turnstream.generator.outbox.receipts import AsyncReceipt, Receipt
+from turnstream.generator.outbox.receipts import AsyncReceipt, PublisherStatistics, Receipt
 from turnstream.store.run.credits import Credit, CreditReason, credit
 from turnstream.store.run.leases import LapsedTrajectory
 from turnstream.store.run.rewards import RewardOutcome, post_reward

@@ -342,6 +342,14 @@ class ReadTurns(NamedTuple):
     trajectory_id: str
 
 
+class AwaitWake(NamedTuple):
+    """Wait until the run's wake stream is beyond this id, for at most `timeout_ms`."""
+
+    run: str
+    wake_id: str
+    timeout_ms: int
+
+
 ScriptRequest = (
     OpenGroup
     | AppendTurns
@@ -359,7 +367,7 @@ ScriptRequest = (
     | NextTask
     | ReadWaits
 )
-Request = ScriptRequest | ReadTurns
+Request = ScriptRequest | ReadTurns | AwaitWake
 
 SCRIPTS: Final = (
     OPEN_GROUP,

@@ -12,11 +12,12 @@ from typing import Any, Final, get_args
 from turnstream.batching.config.values import LARGEST_GROUP
 from turnstream.errors import InvalidTurnError, RecordError
 from turnstream.generator.encode.group_checks import checked_key, checked_name
-from turnstream.generator.outbox.rounds import MAX_ROUND_BYTES, MAX_ROUND_TURNS
+from turnstream.generator.outbox.writes import MAX_ROUND_BYTES, MAX_ROUND_TURNS
 from turnstream.generator.requests import (
     Abandon,
     Adopt,
     AppendTurns,
+    AwaitWake,
     CloseRun,
     CountConflict,
     NextTask,
@@ -31,7 +32,6 @@ from turnstream.generator.requests import (
     Request,
     Reserve,
 )
-from turnstream.generator.transport.messages import AwaitWake
 from turnstream.store.client.keys import parse_trajectory_id
 from turnstream.store.run.leases import MAX_HEARTBEATS
 from turnstream.store.run.tasks import MOST_PASSED
@@ -70,7 +70,7 @@ def check_run(key: ApiKey, run: str) -> None:
     key.require(own[0] if own else "read", run=run)
 
 
-def check_request(request: Request | AwaitWake, key: ApiKey) -> None:
+def check_request(request: Request, key: ApiKey) -> None:
     """Check that a key may make a request, and that a script can take it.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from turnstream.generator.outbox.rounds import StoreProcess
+from turnstream.generator.outbox.writes import StoreProcess
 from turnstream.generator.requests import SCRIPTS, SINGLE_SCRIPTS
 from turnstream.generator.transport.redis_transport import first_words, parse_process
 from turnstream.store.client.connection import AsyncLink

@@ -9,8 +9,8 @@ from redis.exceptions import ResponseError
 
 from turnstream.errors import AccessDeniedError, RecordError, TurnstreamError
 from turnstream.generator.encode.group_checks import checked_name
-from turnstream.generator.requests import ReadTurns, ScriptRequest
-from turnstream.generator.transport.messages import AwaitWake, request_of
+from turnstream.generator.requests import AwaitWake, ReadTurns, Request, ScriptRequest
+from turnstream.generator.transport.messages import request_of
 from turnstream.records.values import UNREADABLE, parse_message
 from turnstream.store.client.replies import DENIED
 from turnstream.types.names import RunId, checked_run_name
@@ -42,7 +42,7 @@ class PlannedCalls(NamedTuple):
     """
 
     message: wire.Calls
-    requests: Sequence[ScriptRequest | ReadTurns | AwaitWake | ResponseError]
+    requests: Sequence[Request | ResponseError]
 
     def of_run(self, run: str) -> PlannedCalls:
         """Return the same calls for the id of their run."""

@@ -15,8 +15,8 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 from redis.exceptions import RedisError
 
-from turnstream.generator.requests import ReadTurns, ScriptRequest
-from turnstream.generator.transport.messages import MEDIA_TYPE, AwaitWake, value_of
+from turnstream.generator.requests import AwaitWake, ReadTurns, ScriptRequest
+from turnstream.generator.transport.messages import MEDIA_TYPE, value_of
 from turnstream.generator.transport.redis_transport import parse_transaction
 from turnstream.store.client import keys
 from turnstream.store.client.connection import MAX_BLOCK_S, connect

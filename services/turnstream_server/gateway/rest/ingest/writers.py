@@ -18,10 +18,8 @@ from turnstream.generator import AsyncPublisher, AsyncReceipt, AsyncTrajectoryWr
 from turnstream.generator.encode.checks import with_checked_extras
 from turnstream.generator.encode.encoder import AdoptedTurn
 from turnstream.generator.outbox.outbox import Outbox
-from turnstream.generator.outbox.receipts import PendingWrite
-from turnstream.generator.outbox.trajectory_queue import Admission, TrajectoryQueue
+from turnstream.generator.outbox.writes import TrajectoryQueue
 from turnstream.generator.transport.sender import Sender
-from turnstream.records.events import encode_event
 from turnstream.types import DeclaredColumn, GroupOpened, TrajectoryKey
 from turnstream_server.gateway.rest.ingest.writes import Seal, WrittenTurn
 
@@ -150,16 +148,9 @@ class IngestPublisher(AsyncPublisher):
 
     def opened(self, group: GroupOpened, epochs: Mapping[TrajectoryKey, int]) -> list[IngestWriter]:
         """Return the writers of trajectories that the store has opened with these epochs."""
-        tracker = self._outbox.tracker
-
-        def begin() -> list[TrajectoryQueue]:
-            now_s = time.monotonic()
-            queues = tracker.begin_opened(epochs, now_s=now_s)
-            opening = Admission(group, encode_event(group), queues, PendingWrite())
-            tracker.resend_buffer.keep(opening, now_s=now_s)
-            return queues
-
-        queues = self._sender.put(begin)
+        queues = self._sender.put(
+            lambda: self._outbox.admissions.begin_opened(group, epochs, now_s=time.monotonic())
+        )
         return [
             IngestWriter(self._sender, self._outbox, group, queue.key, queue) for queue in queues
         ]

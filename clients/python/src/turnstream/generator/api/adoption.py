@@ -16,8 +16,8 @@ from turnstream.batching.merge.merging import turn_prompts
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase
 from turnstream.generator.encode.encoder import AdoptedTurn, TurnRecord
-from turnstream.generator.requests import Adopt, AppendTurns, PostedSeal, PostSeals
-from turnstream.generator.transport.bounded_calls import BoundedCalls
+from turnstream.generator.requests import Adopt, AppendTurns, PostedSeal, PostSeals, ReadTurns
+from turnstream.generator.transport.transport import BoundedCalls
 from turnstream.records.turns import decode_turn
 from turnstream.store.client import keys
 from turnstream.store.client.replies import parse_refusal
@@ -62,18 +62,18 @@ async def adopt_trajectory(
     epoch, num_samples = await calls.reply(Adopt(run, writer, name))
     # An append without a record fences earlier writers.
     await calls.reply(AppendTurns(run, writer, name, epoch))
-    stored = await calls.read_turns(run, name)
-    if stored.epoch != epoch:
-        whose = f"epoch {stored.epoch}" if stored.epoch else "nobody"
+    records, now_held, is_sealed = await calls.reply(ReadTurns(run, name))
+    if now_held != epoch:
+        whose = f"epoch {now_held}" if now_held else "nobody"
         raise FencedError(
             f"{keys.readable_name(name)} was adopted with epoch {epoch}, and is by now that of "
             f"{whose}: only that writer may continue it"
         )
-    if stored.is_sealed:
-        seal = stored.records[-1]
+    if is_sealed:
+        seal = records[-1]
         posting = PostSeals(run, writer, [PostedSeal(name, epoch, *facts_of_seal(seal), seal)])
         raise _posted(name, (await calls.reply(posting))[0].decode())
-    return Adopted(epoch, num_samples, adopted_turns(stored.records, declared))
+    return Adopted(epoch, num_samples, adopted_turns(records, declared))
 
 
 def _posted(name: str, answer: str) -> Exception:

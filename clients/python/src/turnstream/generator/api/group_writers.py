@@ -15,8 +15,9 @@ from turnstream.generator.api.trajectory_writers import (
 from turnstream.generator.api.unsealed import reason_of, warn_unsealed
 from turnstream.generator.encode.group_checks import checked_key
 from turnstream.generator.outbox.outbox import Outbox
-from turnstream.generator.outbox.trajectory_queue import TrajectoryQueue
-from turnstream.generator.transport.sender import Sender, ThreadSender
+from turnstream.generator.outbox.writes import TrajectoryQueue
+from turnstream.generator.transport.sender import Sender
+from turnstream.generator.transport.thread_sender import ThreadSender
 from turnstream.types import GroupOpened, TrajectoryKey
 
 _NOT_STARTED: Final = "never started"

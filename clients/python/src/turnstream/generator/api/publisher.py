@@ -12,7 +12,7 @@ from turnstream.generator.api.work import Task
 from turnstream.generator.encode.encoder import draft_group
 from turnstream.generator.encode.group_checks import checked_key
 from turnstream.generator.outbox.receipts import Receipt
-from turnstream.generator.transport.sender import ThreadSender
+from turnstream.generator.transport.thread_sender import ThreadSender
 from turnstream.generator.transport.transport import Transport
 from turnstream.store.run.leases import LapsedTrajectory
 from turnstream.store.run.rewards import RewardOutcome

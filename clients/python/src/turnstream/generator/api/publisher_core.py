@@ -26,16 +26,13 @@ from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase
 from turnstream.generator.api.work import WorkQueue
 from turnstream.generator.encode.encoder import AdoptedTurn, DraftedGroup, draft_group
 from turnstream.generator.encode.group_checks import checked_name, checked_opening
-from turnstream.generator.outbox.inflight import PublisherStatistics
 from turnstream.generator.outbox.outbox import Outbox
-from turnstream.generator.outbox.receipts import PendingWrite, raise_unread
+from turnstream.generator.outbox.receipts import PendingWrite, PublisherStatistics, raise_unread
 from turnstream.generator.outbox.resend import KEEP_S, MAX_KEPT_BYTES
-from turnstream.generator.outbox.rounds import TargetRun
-from turnstream.generator.outbox.trajectory_queue import RewardPost, TrajectoryQueue
+from turnstream.generator.outbox.writes import TargetRun, TrajectoryQueue
 from turnstream.generator.requests import ListLapsed, ReadGroup
-from turnstream.generator.transport.bounded_calls import BoundedCalls
 from turnstream.generator.transport.sender import Sender
-from turnstream.generator.transport.transport import Transport, transport_to
+from turnstream.generator.transport.transport import BoundedCalls, Transport, transport_to
 from turnstream.store.client.addresses import address_of, checked_url
 from turnstream.store.client.cancellation import to_the_end
 from turnstream.store.run.groups import parse_unfinished
@@ -278,8 +275,8 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
     ) -> RewardOutcome:
         trajectory_id, record = encode_reward(key, reward, reward_components)
         receipt = self._sender.loop_receipt()
-        post = RewardPost(trajectory_id, record, receipt)
-        self._sender.put(lambda: self._outbox.run_calls.post_reward(post))
+        calls = self._outbox.run_calls
+        post = self._sender.put(lambda: calls.post_reward(trajectory_id, record, receipt))
         await receipt
         return RewardOutcome(post.outcome)
 

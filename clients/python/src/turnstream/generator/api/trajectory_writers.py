@@ -14,8 +14,9 @@ from turnstream.generator.encode.encoder import AdoptedTurn, TrajectoryDraft
 from turnstream.generator.encode.group_checks import checked_key, checked_status
 from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.receipts import AsyncReceipt, PendingWrite, Receipt
-from turnstream.generator.outbox.trajectory_queue import TrajectoryQueue
-from turnstream.generator.transport.sender import Sender, ThreadSender
+from turnstream.generator.outbox.writes import TrajectoryQueue
+from turnstream.generator.transport.sender import Sender
+from turnstream.generator.transport.thread_sender import ThreadSender
 from turnstream.types import Anchor, GroupOpened, Status, TrajectoryKey, Turn, VersionRun
 from turnstream.types.names import quoted
 

@@ -14,8 +14,8 @@ from turnstream.errors import (
     UnavailableError,
 )
 from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase, reason_of
-from turnstream.generator.requests import NextTask, open_task
-from turnstream.generator.transport.bounded_calls import BoundedCalls
+from turnstream.generator.requests import AwaitWake, NextTask, open_task
+from turnstream.generator.transport.transport import BoundedCalls
 from turnstream.store.run.tasks import (
     NoTask,
     OfferedTask,
@@ -156,7 +156,7 @@ class WorkQueue:
             calls.wait.note_answer(found.why)
             if calls.wait.has_timed_out:
                 return found
-            await calls.wait_until_woken(run, found.wake_id)
+            await calls.reply(AwaitWake(run, found.wake_id, calls.wait.block_ms))
 
     async def _open_next(self, calls: BoundedCalls, offer: NextTask) -> TakenTask | NoTask:
         """Open the offered task; first one whose opening had no answer, since it may be open."""

@@ -10,10 +10,9 @@ from typing import Any, Final
 
 from turnstream.errors import NotReadyError, TurnstreamError, WaitReason
 from turnstream.generator.outbox.receipts import PendingWrite
-from turnstream.generator.outbox.rounds import Call, opening
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
-from turnstream.generator.outbox.trajectory_queue import Admission, TrajectoryQueue
-from turnstream.generator.requests import ReadWaits
+from turnstream.generator.outbox.writes import Admission, Call, TrajectoryQueue
+from turnstream.generator.requests import OpenGroup, ReadWaits
 from turnstream.records.events import encode_event
 from turnstream.store.client.replies import Refusal, parse_refusal
 from turnstream.store.waits.awaited import admission_awaited
@@ -84,17 +83,28 @@ class Admissions:
         now_s: float,
         prompt_number: int = 0,
     ) -> list[TrajectoryQueue]:
-        """Continue a group whose members the store has opened with these epochs.
+        """Continue a group whose members the store has opened, as `begin_opened` does.
 
         Empty if they are written here already: a restarted store grants such a task again.
         """
         if self._tracker.has_any(epochs.keys()):
             return []
+        return self.begin_opened(group, epochs, now_s=now_s, prompt_number=prompt_number)
+
+    def begin_opened(
+        self,
+        group: GroupOpened,
+        epochs: Mapping[TrajectoryKey, int],
+        *,
+        now_s: float,
+        prompt_number: int = 0,
+    ) -> list[TrajectoryQueue]:
+        """Return new trajectories of a group that the store has opened with these epochs."""
         queues = self._tracker.begin_opened(epochs, now_s=now_s)
-        opening = Admission(
+        admission = Admission(
             group, encode_event(group), queues, PendingWrite(), prompt_number=prompt_number
         )
-        self._tracker.resend_buffer.keep(opening, now_s=now_s)
+        self._tracker.resend_buffer.keep(admission, now_s=now_s)
         return queues
 
     def take(self) -> list[Call]:
@@ -103,13 +113,24 @@ class Admissions:
         self._queues.admissions.clear()
         return [
             Call(
-                opening(self._tracker.run, self._tracker.writer, each),
+                self._opening(each),
                 partial(self._granted, each),
                 partial(self._refuse, each),
                 partial(self._put_back, each),
             )
             for each in taken
         ]
+
+    def _opening(self, admission: Admission) -> OpenGroup:
+        return OpenGroup(
+            self._tracker.run,
+            self._tracker.writer,
+            admission.group,
+            admission.record,
+            [queue.trajectory_id for queue in admission.queues],
+            prompt_number=admission.prompt_number,
+            is_again=admission.is_again,
+        )
 
     def _put_back(self, admission: Admission) -> None:
         if not admission.opened.is_done:
@@ -121,7 +142,7 @@ class Admissions:
             self._abandon_late(admission, answers)
             return
         if admission.since_s is not None:
-            self._tracker.inflight.add_wait(now_s - admission.since_s)
+            self._tracker.inflight.add("wait_s", now_s - admission.since_s)
         first_error = None
         for queue, answer in zip(admission.queues, answers, strict=True):
             if isinstance(answer, int):

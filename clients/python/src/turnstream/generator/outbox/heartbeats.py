@@ -9,8 +9,7 @@ from itertools import islice
 from typing import Any
 
 from turnstream.errors import RunNotFoundError, TurnstreamError
-from turnstream.generator.outbox.rounds import Call, TargetRun
-from turnstream.generator.outbox.trajectory_queue import TrajectoryQueue
+from turnstream.generator.outbox.writes import Call, TargetRun, TrajectoryQueue
 from turnstream.generator.requests import Lease, RenewLeases, Reservation, Reserve
 from turnstream.store.client.replies import Refusal, parse_refusal
 from turnstream.store.run.budget import with_block

@@ -32,15 +32,21 @@ from redis.exceptions import NoScriptError, ResponseError
 from turnstream.errors import StoreUnavailableError, TurnstreamError
 from turnstream.generator.encode.encoder import DraftedGroup, SealMaker, TurnRecord
 from turnstream.generator.outbox.admissions import Admissions
-from turnstream.generator.outbox.inflight import InflightCounts, PublisherStatistics
-from turnstream.generator.outbox.outage import Outage, first_result
-from turnstream.generator.outbox.outbox_waits import WaitMessages
-from turnstream.generator.outbox.receipts import PendingWrite
+from turnstream.generator.outbox.receipts import InflightCounts, PendingWrite, PublisherStatistics
 from turnstream.generator.outbox.resend import KEEP_S, MAX_KEPT_BYTES, ResendBuffer
-from turnstream.generator.outbox.rounds import Answers, Call, Round, StoreProcess, TargetRun
 from turnstream.generator.outbox.run_calls import RunCalls
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
-from turnstream.generator.outbox.trajectory_queue import Admission, PendingTurn, TrajectoryQueue
+from turnstream.generator.outbox.waits import Outage, WaitMessages, first_result
+from turnstream.generator.outbox.writes import (
+    Admission,
+    Answers,
+    Call,
+    PendingTurn,
+    Round,
+    StoreProcess,
+    TargetRun,
+    TrajectoryQueue,
+)
 from turnstream.store.client.deadlines import is_silence
 from turnstream.store.client.replies import parse_refusal, translate
 from turnstream.types.names import RunId
@@ -111,7 +117,7 @@ class Outbox:
         """
         queue.raise_error()
         queue.pending.append(PendingTurn(turn, receipt))
-        self.inflight.accepted(queue, len(turn.record))
+        self.inflight.accepted(len(turn.record), is_open=queue.epoch > 0)
         queue.num_bytes += len(turn.record)
         self.tracker.reservations.grew(queue)
         self._queues.add_payload(queue)
@@ -267,7 +273,9 @@ class Outbox:
 
     def _empty_round(self) -> Round:
         """Return a round without calls, which finds the server instance and the id of the run."""
-        self._round = Round((), is_first=True, sought=self.target.sought)
+        self._round = Round(
+            (), is_first=True, sought="" if self.target.is_found else self.target.run
+        )
         self.outage.num_calls = 0
         return self._round
 

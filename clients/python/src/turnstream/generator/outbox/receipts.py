@@ -1,14 +1,16 @@
-"""Receipts of writes that the store has not acknowledged yet."""
+"""Receipts of writes that the store has not acknowledged yet, and the counts of a publisher."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from turnstream.errors import NotReadyError, TurnstreamError, WaitReason
-from turnstream.types import TrajectoryKey
+from turnstream.types import TrajectoryKey, TurnShape
 from turnstream.types.scalars import timeout
 
 _MAX_NOTES: Final = 5  # notes on the first error about the others
@@ -65,7 +67,9 @@ class PendingWrite:
         return dict(self._errors)
 
     def settle(self, key: TrajectoryKey | None, error: TurnstreamError | None = None) -> None:
-        """Record that one part was acknowledged, or failed for good."""
+        """Record that one part was acknowledged, or failed for good; nothing after the last."""
+        if self.is_done:
+            return
         self._num_open -= 1
         if error is not None:
             self._errors[key] = error
@@ -146,3 +150,115 @@ def raise_unread(failures: list[PendingWrite], losses: list[TurnstreamError]) ->
     if len(others) > _MAX_NOTES:
         first.add_note(f"and {len(others) - _MAX_NOTES} more")
     raise first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherStatistics:
+    """Counts since the publisher was made.
+
+    Attributes:
+        num_trajectories: trajectories sealed and acknowledged.
+        num_abandoned: trajectories abandoned.
+        num_turns: turns acknowledged.
+        wire_bytes: bytes of the acknowledged turn records.
+        resend_bytes: their size if each turn carried its full context.
+        turn_tokens: prompt + response, summed over the turns.
+        merged_tokens: tokens of the merged rows.
+        num_duplicates: records that the store already had, after a lost answer or a restart.
+        num_retries: calls repeated because the store was away or full.
+        num_waits: refused requests for admission.
+        wait_s: seconds of waiting for admission.
+        num_restarts: restarts of the store after which kept writes were sent again.
+        num_resent: turns acknowledged again after a restart.
+        num_lost: ended trajectories and posted rewards that the store lost for good.
+        num_forgotten: turns dropped from the resend buffer before `keep_s`, for lack of space.
+        kept_bytes: acknowledged bytes in the resend buffer.
+        max_kept_bytes: limit of `kept_bytes`.
+        inflight_bytes: accepted and not yet acknowledged.
+        max_inflight_bytes: limit of `inflight_bytes`.
+    """
+
+    num_trajectories: int = 0
+    num_abandoned: int = 0
+    num_turns: int = 0
+    wire_bytes: int = 0
+    resend_bytes: int = 0
+    turn_tokens: int = 0
+    merged_tokens: int = 0
+    num_duplicates: int = 0
+    num_retries: int = 0
+    num_waits: int = 0
+    wait_s: float = 0.0
+    num_restarts: int = 0
+    num_resent: int = 0
+    num_lost: int = 0
+    num_forgotten: int = 0
+    kept_bytes: int = 0
+    max_kept_bytes: int = 0
+    inflight_bytes: int = 0
+    max_inflight_bytes: int = 0
+
+
+class InflightCounts:
+    """The numbers of one outbox.
+
+    Args:
+        max_inflight_bytes: limit of the unacknowledged bytes, see `has_capacity_...`.
+
+    Attributes:
+        inflight_bytes: unacknowledged bytes of open trajectories.
+        unadmitted_bytes: unacknowledged bytes of trajectories that are not admitted.
+    """
+
+    def __init__(self, max_inflight_bytes: int) -> None:
+        self.max_inflight_bytes = max_inflight_bytes
+        self.inflight_bytes = 0
+        self.unadmitted_bytes = 0
+        self._counts: defaultdict[str, Any] = defaultdict(int)
+
+    def has_capacity_for_turn(self, num_bytes: int) -> bool:
+        """Return whether an open trajectory may add so much; always, while nothing is in flight.
+
+        Groups that wait for admission do not count: it may depend on this trajectory.
+        """
+        total_bytes = self.inflight_bytes + num_bytes
+        return self.inflight_bytes == 0 or total_bytes <= self.max_inflight_bytes
+
+    def has_capacity_for_group(self, num_bytes: int) -> bool:
+        """Return whether a whole group may be added; always, while nothing is in flight."""
+        total_bytes = self.inflight_bytes + self.unadmitted_bytes
+        return total_bytes == 0 or total_bytes + num_bytes <= self.max_inflight_bytes
+
+    def add(self, name: str, number: float = 1) -> None:
+        """Count something by its name in PublisherStatistics."""
+        self._counts[name] += number
+
+    def accepted(self, num_bytes: int, *, is_open: bool) -> None:
+        """Add accepted bytes of a trajectory; a negative number removes them."""
+        if is_open:
+            self.inflight_bytes += num_bytes
+        else:
+            self.unadmitted_bytes += num_bytes
+
+    def moved(self, num_bytes: int, *, is_open: bool) -> None:
+        """Count bytes as those of a trajectory that is open, or as unadmitted again."""
+        self.accepted(-num_bytes, is_open=not is_open)
+        self.accepted(num_bytes, is_open=is_open)
+
+    def acknowledged(self, shape: TurnShape, *, num_bytes: int) -> None:
+        """Count a turn that the store acknowledged."""
+        self.inflight_bytes -= num_bytes
+        counts = self._counts
+        counts["num_turns"] += 1
+        counts["wire_bytes"] += num_bytes
+        counts["resend_bytes"] += num_bytes + 4 * shape.shared_tokens
+        counts["turn_tokens"] += shape.num_tokens
+
+    def statistics(self, **resend_counts: int) -> PublisherStatistics:
+        """Return the counts so far, with those of the resend buffer."""
+        return PublisherStatistics(
+            **self._counts,
+            **resend_counts,
+            inflight_bytes=self.inflight_bytes + self.unadmitted_bytes,
+            max_inflight_bytes=self.max_inflight_bytes,
+        )

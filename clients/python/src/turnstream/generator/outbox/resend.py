@@ -15,14 +15,8 @@ from typing import Final, NamedTuple
 
 from turnstream.errors import StoreBehindError, TurnstreamError
 from turnstream.generator.encode.encoder import TurnRecord
-from turnstream.generator.outbox.inflight import InflightCounts
-from turnstream.generator.outbox.receipts import PendingWrite
-from turnstream.generator.outbox.trajectory_queue import (
-    Admission,
-    RunCall,
-    SendQueues,
-    TrajectoryQueue,
-)
+from turnstream.generator.outbox.receipts import InflightCounts, PendingWrite
+from turnstream.generator.outbox.writes import Admission, RunCall, SendQueues, TrajectoryQueue
 from turnstream.store.client.replies import Refusal
 from turnstream.types import TrajectoryKey
 
@@ -179,10 +173,8 @@ def resend(
     for queue in (*closed, *opened):
         queue.resend(turns.get(queue, []))
     for queue in closed:
-        num_bytes = queue.num_pending_bytes
-        inflight.accepted(queue, -num_bytes)
         queue.earlier_epoch, queue.epoch, queue.is_placed = queue.epoch, 0, False
-        inflight.accepted(queue, num_bytes)
+        inflight.moved(queue.num_pending_bytes, is_open=False)
     for admission in reversed(admissions):
         again = Admission(
             admission.group,

@@ -6,14 +6,14 @@ No I/O, no clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from turnstream.errors import RejectedError, TurnstreamError
 from turnstream.generator.outbox.receipts import PendingWrite
-from turnstream.generator.outbox.rounds import Call
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
-from turnstream.generator.outbox.trajectory_queue import RewardPost, RunCall
+from turnstream.generator.outbox.writes import Call, RunCall
 from turnstream.generator.requests import CloseRun, PostReward, ReadConfig
 from turnstream.store.client.replies import Refusal
 from turnstream.store.run.configs import parse_config
@@ -21,6 +21,23 @@ from turnstream.store.run.rewards import LEFT, RewardOutcome, outcome_of
 from turnstream.types import DeclaredColumn
 
 _REPOST_EVERY_S: Final = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class RewardPost:
+    """A reward that is posted for a trajectory of any generator.
+
+    Attributes:
+        trajectory_id: the trajectory.
+        receipt: receipt of the first answer.
+        outcome: the last answer.
+        until_s: until when it is posted again, if a restarted store lacks the trajectory.
+    """
+
+    trajectory_id: str
+    receipt: PendingWrite
+    outcome: str = ""
+    until_s: float | None = None
 
 
 class RunCalls:
@@ -69,7 +86,7 @@ class RunCalls:
         """Close the run to new groups."""
 
         def closed(_: object, now_s: float) -> None:
-            _settle_once(receipt)
+            receipt.settle(None)
             self._tracker.resend_buffer.keep(call, now_s=now_s)
 
         call = RunCall(
@@ -92,32 +109,33 @@ class RunCalls:
         )
         self._queue.append(call)
 
-    def post_reward(self, post: RewardPost) -> None:
+    def post_reward(self, trajectory_id: str, record: bytes, receipt: PendingWrite) -> RewardPost:
         """Post a reward; the answer settles its receipt."""
+        post = RewardPost(trajectory_id, receipt)
         call = RunCall(
-            lambda: PostReward(self._tracker.run, post.trajectory_id, post.record),
+            lambda: PostReward(self._tracker.run, trajectory_id, record),
             lambda answer, now_s: self._accept_reward(call, post, answer, now_s),
             lambda refused, now_s: self._refuse_reward(call, post, refused.error, now_s),
             post.receipt,
-            f"the reward of {post.trajectory_id}",
+            f"the reward of {trajectory_id}",
         )
         self._queue.append(call)
+        return post
 
     def _accept_config(self, receipt: PendingWrite, answer: Sequence[bytes], _: float) -> None:
         try:
             self.extra_columns = parse_config(answer, run=self._tracker.run)[1].extra_columns
         except TurnstreamError as error:
-            _settle_once(receipt, error)
+            receipt.settle(None, error)
         else:
-            _settle_once(receipt)
+            receipt.settle(None)
 
     def _accept_reward(self, call: RunCall, post: RewardPost, answer: bytes, now_s: float) -> None:
         before, outcome = post.outcome, outcome_of(answer)
         post.outcome = outcome
         self._tracker.resend_buffer.keep(call, now_s=now_s)
-        if not before:
-            _settle_once(post.receipt)
-        elif outcome == RewardOutcome.LATE != before and answer != LEFT:
+        post.receipt.settle(None)
+        if before and outcome == RewardOutcome.LATE != before and answer != LEFT:
             error = RejectedError(f"the group of {post.trajectory_id} went on without it")
             self._tracker.lose("a reward", error)
 
@@ -126,7 +144,7 @@ class RunCalls:
     ) -> None:
         """Report a refused reward; after a restart, post it until its trajectory is there again."""
         if not post.outcome:
-            _settle_once(post.receipt, error)
+            post.receipt.settle(None, error)
             return
         if post.until_s is None:
             post.until_s = now_s + self._timeout_s
@@ -138,10 +156,4 @@ class RunCalls:
 
 
 def _refuse(receipt: PendingWrite, refused: Refusal, _: float) -> None:
-    _settle_once(receipt, refused.error)
-
-
-def _settle_once(receipt: PendingWrite, error: TurnstreamError | None = None) -> None:
-    """Settle a receipt that an answer before a restart may have settled."""
-    if not receipt.is_done:
-        receipt.settle(None, error)
+    receipt.settle(None, refused.error)

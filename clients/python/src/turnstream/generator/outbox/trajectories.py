@@ -10,36 +10,20 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 
 from turnstream.errors import ConflictError, StoreBehindError, TurnstreamError
+from turnstream.generator.outbox import resend
 from turnstream.generator.outbox.heartbeats import Heartbeats, Reservations
-from turnstream.generator.outbox.inflight import InflightCounts
-from turnstream.generator.outbox.resend import (
-    Adopted,
-    Ended,
-    KeptTurn,
-    ResendBuffer,
-    has_survived,
-    is_decided_by_payload,
-    is_ended,
-    is_payload_released,
-    is_unknown,
-    resend,
-    why_refused,
-)
-from turnstream.generator.outbox.rounds import (
+from turnstream.generator.outbox.receipts import InflightCounts
+from turnstream.generator.outbox.resend import Adopted, Ended, KeptTurn, ResendBuffer
+from turnstream.generator.outbox.writes import (
     MAX_ROUND_BYTES,
-    Call,
-    TargetRun,
-    num_sendable,
-    payload,
-    seals_of,
-)
-from turnstream.generator.outbox.trajectory_queue import (
     Admission,
+    Call,
     RunCall,
     SendQueues,
+    TargetRun,
     TrajectoryQueue,
 )
-from turnstream.generator.requests import Abandon, Adopt, CountConflict
+from turnstream.generator.requests import Abandon, Adopt, AppendTurns, CountConflict, PostSeals
 from turnstream.store.client import keys
 from turnstream.store.client.replies import Refusal, parse_refusal
 from turnstream.types import TrajectoryKey
@@ -113,11 +97,9 @@ class TrajectoryTracker:
 
     def opened(self, queue: TrajectoryQueue, epoch: int, now_s: float) -> None:
         """Send the turns of a trajectory that the store has opened with this epoch."""
-        num_bytes = queue.num_pending_bytes
-        self.inflight.accepted(queue, -num_bytes)
         queue.epoch = epoch
         self._add_lease(queue, now_s)
-        self.inflight.accepted(queue, num_bytes)
+        self.inflight.moved(queue.num_pending_bytes, is_open=True)
         self.advance(queue)
 
     def not_opened(
@@ -126,7 +108,7 @@ class TrajectoryTracker:
         """Return why the store has not opened it; None where the store has all of it."""
         if self._is_beyond(queue, refused, now_s):
             return None
-        if queue.seal_record and is_ended(refused):
+        if queue.seal_record and resend.is_ended(refused):
             queue.epoch = queue.earlier_epoch  # its seal had been posted, and the answer was lost
             self.send_queues.seals.append(queue)
             return None
@@ -134,22 +116,23 @@ class TrajectoryTracker:
         return refused.error
 
     def _stored(
-        self, queue: TrajectoryQueue, num_turns: int, seals: bool, num_new: int, now_s: float
+        self, queue: TrajectoryQueue, sent: AppendTurns, num_new: int, now_s: float
     ) -> None:
         """Record that the store has the payload of a call, of which `num_new` records are new."""
         queue.is_placed = True
+        num_turns = len(sent.records) - sent.is_sealed
         for _ in range(num_turns):
             turn, receipt, is_again = queue.pending.popleft()
             self.resend_buffer.keep(KeptTurn(queue, turn), now_s=now_s)
             if is_again:
                 self.inflight.add("num_resent")
             else:
-                self.inflight.acknowledged(queue, turn.shape, num_bytes=len(turn.record))
+                self.inflight.acknowledged(turn.shape, num_bytes=len(turn.record))
             if receipt is not None:
                 receipt.settle(queue.key)
         queue.num_acknowledged += num_turns
-        self.inflight.add("num_duplicates", num_turns + seals - num_new)
-        if seals:
+        self.inflight.add("num_duplicates", len(sent.records) - num_new)
+        if sent.is_sealed:
             self.resend_buffer.keep(Ended(queue), now_s=now_s)
             self.send_queues.seals.append(queue)
         else:
@@ -172,7 +155,7 @@ class TrajectoryTracker:
                 self._end_sealed(queue, now_s)
                 continue
             refused = parse_refusal(text)
-            if is_unknown(refused) and not queue.is_doubted:
+            if resend.is_unknown(refused) and not queue.is_doubted:
                 queue.is_doubted = True  # an answer may be lost: the payload decides
                 self.advance(queue)
             else:
@@ -190,7 +173,7 @@ class TrajectoryTracker:
         failed: dict[str, tuple[TurnstreamError, list[TrajectoryQueue]]] = {}
         for queue in queues:
             if not self._is_beyond(queue, refused, now_s):
-                error = why_refused(queue, refused)
+                error = resend.why_refused(queue, refused)
                 self._count_conflict(queue, error)
                 failed.setdefault(str(error), (error, []))[1].append(queue)
         for error, same in failed.values():
@@ -198,16 +181,16 @@ class TrajectoryTracker:
 
     def _is_beyond(self, queue: TrajectoryQueue, refused: Refusal, now_s: float) -> bool:
         """Whether a refusal is no failure: the store has it all, or the payload has to show it."""
-        if is_decided_by_payload(queue, refused):
+        if resend.is_decided_by_payload(queue, refused):
             queue.epoch, queue.is_placed = queue.earlier_epoch, True
             self.advance(queue)
             return True
-        if has_survived(queue, refused):
+        if resend.has_survived(queue, refused):
             # The store has all of it; after its next restart it may not.
             queue.epoch = queue.epoch or queue.earlier_epoch
             self.end_well(queue, now_s)
             return True
-        if queue.is_doubted and is_payload_released(refused):
+        if queue.is_doubted and resend.is_payload_released(refused):
             self._end_sealed(queue, now_s)
             return True
         return False
@@ -232,7 +215,7 @@ class TrajectoryTracker:
         ]
         if queues := send_queues.take_seals():
             posting = Call(
-                seals_of(self.run, self.writer, queues),
+                PostSeals(self.run, self.writer, [queue.posted_seal for queue in queues]),
                 partial(self._posted, queues),
                 partial(self._not_posted, queues),
                 lambda: send_queues.seals.extendleft(reversed(queues)),
@@ -247,14 +230,11 @@ class TrajectoryTracker:
         while (
             num_bytes < MAX_ROUND_BYTES and (queue := self.send_queues.take_payload()) is not None
         ):
-            num_turns, num_queue_bytes = num_sendable(queue)
-            num_bytes += num_queue_bytes
-            seals = queue.seal is not None and num_turns == len(queue.pending)
-            if seals and queue.seal is not None:
-                queue.seal_record = queue.seal(queue.epoch)
+            sent = queue.next_payload(self.run, self.writer)
+            num_bytes += sum(map(len, sent.records))
             storing = Call(
-                payload(self.run, self.writer, queue, num_turns=num_turns, seals=seals),
-                partial(self._stored, queue, num_turns, seals),
+                sent,
+                partial(self._stored, queue, sent),
                 partial(self.refuse, [queue]),
                 partial(self.send_queues.put_back_payload, queue),
             )
@@ -289,7 +269,7 @@ class TrajectoryTracker:
 
         `is_other` is False at the first contact: the store is not known to be restarted.
         """
-        resent = resend(
+        resent = resend.resend(
             self.resend_buffer.take(), send_queues=self.send_queues, inflight=self.inflight
         )
         if is_other:
@@ -343,7 +323,7 @@ class TrajectoryTracker:
         while queue.pending:
             turn, receipt, is_again = queue.pending.popleft()
             if not is_again:
-                self.inflight.accepted(queue, -len(turn.record))
+                self.inflight.accepted(-len(turn.record), is_open=queue.epoch > 0)
             if receipt is not None:
                 receipt.settle(queue.key, error)
         if queue.end is not None:
@@ -368,14 +348,10 @@ class TrajectoryTracker:
 
         `error_of` returns the error of a trajectory, of a group, or of a call, in words.
         """
-        send_queues = self.send_queues
-        opened = [(each.opened, error_of(each)) for each in send_queues.admissions]
-        calls = [
-            (call.receipt, call.what)
-            for call in send_queues.of_run
-            if call.receipt is not None and not call.receipt.is_done
-        ]
-        send_queues.clear()
+        queues = self.send_queues
+        opened = [(each.opened, error_of(each)) for each in queues.admissions]
+        calls = [(each.receipt, each.what) for each in queues.of_run if each.receipt is not None]
+        queues.clear()
         for queue in list(self.unended):
             if queue.pending or queue.end is not None or queue.epoch == 0 or queue.has_ended:
                 self.end(queue, error_of(queue))

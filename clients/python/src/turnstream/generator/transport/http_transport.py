@@ -20,10 +20,10 @@ from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from turnstream.errors import RunNotFoundError, StoreUnavailableError
-from turnstream.generator.outbox.rounds import Answers, Round, StoreProcess
-from turnstream.generator.requests import ReadTurns, Request, ScriptRequest
-from turnstream.generator.transport.messages import MEDIA_TYPE, AwaitWake, call_of, reply_of
-from turnstream.generator.transport.transport import StoredTurns, Transport
+from turnstream.generator.outbox.writes import Answers, Round, StoreProcess
+from turnstream.generator.requests import Request
+from turnstream.generator.transport.messages import MEDIA_TYPE, call_of, reply_of
+from turnstream.generator.transport.transport import Transport
 from turnstream.http.answers import certificates_for, headers_of, pause_s, refusal, unlogged
 from turnstream.store.client.addresses import HttpAddress, parse_http
 from turnstream.store.client.backoff import pause_after
@@ -67,23 +67,19 @@ class HttpTransport(Transport):
         """Return a new connection for rounds."""
         return HttpLink(self)
 
-    async def reply(self, request: ScriptRequest) -> Any:
-        """Return the reply of the script of a request."""
-        return await self._reply(request)
+    async def reply(self, request: Request) -> Any:
+        """Return the reply to a request."""
+        replies = await self._retried(self.calls(request.run, [request]))
+        reply = reply_of(replies.replies[0])
+        if isinstance(reply, ResponseError):
+            error = translate(reply)
+            raise no_such_run(request.run) if isinstance(error, RunNotFoundError) else error
+        return reply
 
     async def find_run(self, name: str) -> str:
         """Return the id of the run that has this name now."""
         replies = await self._retried(self.calls(name, ()))
         return RunId(replies.run)
-
-    async def read_turns(self, request: ReadTurns) -> StoredTurns:
-        """Return the stored records of a trajectory."""
-        records, epoch, is_sealed = await self._reply(request)
-        return StoredTurns(records, epoch, is_sealed=bool(is_sealed))
-
-    async def wait_until_woken(self, run: str, wake_id: str, *, timeout_s: float) -> None:
-        """Return when the run's wake stream is beyond this id, or after `timeout_s`."""
-        await self._reply(AwaitWake(run, wake_id, max(1, int(timeout_s * 1000))))
 
     async def close(self) -> None:
         """Disconnect. Safe to repeat."""
@@ -91,7 +87,7 @@ class HttpTransport(Transport):
         if http is not None:
             await http.aclose()
 
-    def calls(self, run: str, requests: Sequence[Request | AwaitWake], **fields: Any) -> wire.Calls:
+    def calls(self, run: str, requests: Sequence[Request], **fields: Any) -> wire.Calls:
         """Return the message of requests for one run; "" only asks which store answers."""
         return wire.Calls(
             run=run,
@@ -127,14 +123,6 @@ class HttpTransport(Transport):
             raise RedisTimeoutError(self._words(error)) from error
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
             raise RedisConnectionError(self._words(error)) from error
-
-    async def _reply(self, request: Request | AwaitWake) -> Any:
-        replies = await self._retried(self.calls(request.run, [request]))
-        reply = reply_of(replies.replies[0])
-        if isinstance(reply, ResponseError):
-            error = translate(reply)
-            raise no_such_run(request.run) if isinstance(error, RunNotFoundError) else error
-        return reply
 
     async def _retried(self, calls: wire.Calls) -> wire.Replies:
         """Return the answer to calls, which are repeated after a lost connection."""

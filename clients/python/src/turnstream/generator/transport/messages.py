@@ -7,7 +7,7 @@ describes the messages.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 from redis.exceptions import NoPermissionError, OutOfMemoryError, ResponseError
 
@@ -16,6 +16,7 @@ from turnstream.generator.requests import (
     Abandon,
     Adopt,
     AppendTurns,
+    AwaitWake,
     CloseRun,
     CountConflict,
     Lease,
@@ -46,26 +47,17 @@ MEDIA_TYPE: Final = "application/vnd.turnstream.calls"
 """Media type of a request and of its answer."""
 
 
-class AwaitWake(NamedTuple):
-    """Wait until the run's wake stream is beyond this id, for at most `timeout_ms`."""
-
-    run: str
-    wake_id: str
-    timeout_ms: int
-
-
 # ------------------------------------------------------------------------------ requests
 
 
-def call_of(request: Request | AwaitWake) -> wire.Call:
+def call_of(request: Request) -> wire.Call:
     """Return the message of a request. Run and writer are those of all calls of a body."""
-    name = _NAMES[type(request)]
     write = _WRITERS.get(type(request))
-    part = getattr(wire, type(request).__name__)() if write is None else write(request)
-    return wire.Call(**cast("dict[str, Any]", {name: part}))
+    part = {} if write is None else write(request)
+    return wire.Call(**cast("dict[str, Any]", {_NAMES[type(request).__name__]: part}))
 
 
-def request_of(call: wire.Call, *, run: str, writer: str) -> Request | AwaitWake:
+def request_of(call: wire.Call, *, run: str, writer: str) -> Request:
     """Return the request of a message, for this id of a run and this encoded name of a writer.
 
     Raises:
@@ -229,7 +221,7 @@ def _read_closing(it: wire.CloseRun, run: str, _: str) -> CloseRun:
     return CloseRun(run, it.reason, cast("Any", it.leftover or None))
 
 
-_READERS: Final[dict[str, Callable[[Any, str, str], Request | AwaitWake]]] = {
+_READERS: Final[dict[str, Callable[[Any, str, str], Request]]] = {
     "open_group": _read_opening,
     "append_turns": _read_turns,
     "post_seals": _read_seals,
@@ -250,25 +242,12 @@ _READERS: Final[dict[str, Callable[[Any, str, str], Request | AwaitWake]]] = {
     "read_turns": lambda it, run, _: ReadTurns(run, _read_key(it.key)),
     "await_wake": lambda it, run, _: AwaitWake(run, it.wake_id, it.timeout_ms),
 }
-_NAMES: Final[dict[type, str]] = {
-    OpenGroup: "open_group",
-    AppendTurns: "append_turns",
-    PostSeals: "post_seals",
-    Abandon: "abandon",
-    CountConflict: "count_conflict",
-    PostReward: "post_reward",
-    CloseRun: "close_run",
-    ReadConfig: "read_config",
-    RenewLeases: "renew_leases",
-    Reserve: "reserve",
-    Adopt: "adopt",
-    ListLapsed: "list_lapsed",
-    ReadGroup: "read_group",
-    NextTask: "next_task",
-    ReadWaits: "read_waits",
-    ReadTurns: "read_turns",
-    AwaitWake: "await_wake",
+_NAMES: Final[dict[str, str]] = {
+    kind.name: field.name
+    for field in wire.Call.DESCRIPTOR.fields
+    if (kind := field.message_type) is not None
 }
+"""Fields of a call by the name of their message, which is that of the request."""
 
 
 # ------------------------------------------------------------------------------ replies

@@ -10,9 +10,9 @@ import redis.asyncio
 from redis.exceptions import ResponseError
 
 from turnstream.errors import TurnstreamError
-from turnstream.generator.outbox.rounds import Answers, Round, StoreProcess
-from turnstream.generator.requests import SCRIPTS, ReadTurns, ScriptRequest
-from turnstream.generator.transport.transport import StoredTurns, StoreRequests, Transport
+from turnstream.generator.outbox.writes import Answers, Round, StoreProcess
+from turnstream.generator.requests import SCRIPTS, AwaitWake, ReadTurns, Request
+from turnstream.generator.transport.transport import StoreRequests, Transport
 from turnstream.store.client import keys
 from turnstream.store.client.connection import AsyncLink, connect_async
 from turnstream.store.client.deadlines import SOCKET_TIMEOUT_S
@@ -38,7 +38,7 @@ _FIRST_WORDS: Final = first_words(SCRIPTS)
 
 def pack_round(sent: Round) -> bytes:
     """Return the bytes to send."""
-    words: list[Sequence[Argument]] = [call.command.words for call in sent.calls]
+    words: list[Sequence[Argument]] = [command.words for command in sent.commands]
     if sent.is_grouped:
         words = [("MULTI",), *words, ("EXEC",)]
     if sent.sought:
@@ -132,31 +132,29 @@ class RedisRequests(StoreRequests):
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._client = client
 
-    async def reply(self, request: ScriptRequest) -> Any:
-        """Return the reply of the script of a request."""
-        return await run_command_async(self._client, request.command)
+    async def reply(self, request: Request) -> Any:
+        """Return the reply to a request."""
+        match request:
+            case ReadTurns():
+                return await self._stored_turns(request)
+            case AwaitWake(run, wake_id, timeout_ms):
+                wake = keys.run_keys(run).wake
+                words = ("XREAD", "BLOCK", timeout_ms, "STREAMS", wake, wake_id)
+                return await self._execute(*words)
+            case _:
+                return await run_command_async(self._client, request.command)
 
     async def find_run(self, name: str) -> str:
         """Return the id of the run that has this name now."""
         return await find_run_async(self._client, name)
 
-    async def read_turns(self, request: ReadTurns) -> StoredTurns:
-        """Return the stored records of a trajectory."""
+    async def _stored_turns(self, request: ReadTurns) -> tuple[list[bytes], int | None, bool]:
         payload = keys.trajectory_keys(request.run, request.trajectory_id)
         entries = await self._execute("XRANGE", payload.turns, "-", "+")
         # Read last: no other writer has added to the turns if the lease is still ours.
         epoch, sealed = await self._execute("HMGET", payload.meta, "epoch", "sealed")
-        return StoredTurns(
-            [fields[b"r"] for _, fields in entries],
-            int(epoch) if epoch else None,
-            is_sealed=sealed == b"1",
-        )
-
-    async def wait_until_woken(self, run: str, wake_id: str, *, timeout_s: float) -> None:
-        """Return when the run's wake stream is beyond this id, or after `timeout_s`."""
-        block_ms = max(1, int(timeout_s * 1000))
-        wake = keys.run_keys(run).wake
-        await self._execute("XREAD", "BLOCK", block_ms, "STREAMS", wake, wake_id)
+        records = [fields[b"r"] for _, fields in entries]
+        return records, int(epoch) if epoch else None, sealed == b"1"
 
     async def _execute(self, *words: Argument) -> Any:
         return await cast("Any", self._client).execute_command(*words)

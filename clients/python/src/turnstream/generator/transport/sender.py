@@ -12,8 +12,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final, Generic, NoReturn, TypeVar
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Final, Generic, NoReturn, TypeVar
 
 from redis.exceptions import RedisError
 
@@ -25,12 +25,11 @@ from turnstream.errors import (
     WaitReason,
 )
 from turnstream.generator.outbox.outbox import Outbox
-from turnstream.generator.outbox.receipts import AsyncReceipt, PendingWrite, Receipt
-from turnstream.generator.outbox.rounds import Round
-from turnstream.generator.transport.lease_renewal import renewing
-from turnstream.generator.transport.loop_thread import LoopThread
+from turnstream.generator.outbox.receipts import AsyncReceipt, PendingWrite
+from turnstream.generator.outbox.writes import Round
+from turnstream.generator.requests import AwaitWake
 from turnstream.generator.transport.transport import Link, Transport
-from turnstream.store.client.cancellation import cancel_all
+from turnstream.store.client.cancellation import cancel_all, to_the_end
 from turnstream.store.client.deadlines import ANSWER_S, SOCKET_TIMEOUT_S
 from turnstream.store.client.own_process import OwnProcess
 from turnstream.types import DeclaredColumn
@@ -39,7 +38,9 @@ ASK_AGAIN_S: Final = 5.0
 """A waiting group asks again after this time, even if its run's wake stream says nothing: it may
 wait for memory of the server, which another run may have freed."""
 
-LISTEN_AGAIN_S: Final = 0.5
+_LISTEN_AGAIN_S: Final = 0.5
+_LEAST_PAUSE_S: Final = 0.1
+"""Pause between two heartbeats at least: a third of the shortest lease."""
 
 _REMEDY: Final = "pass the run to the other process, and call run.publisher() there"
 
@@ -263,14 +264,8 @@ class Sender(Generic[_Receipt]):
 
     async def _exchange(self, link: Link, sent: Round) -> None:
         self._keep_deadlines()
-        beats = renewing(
-            self._outbox,
-            self.lock,
-            connect=self._transport.link,
-            now=lambda: time.monotonic(),
-        )
         try:
-            async with beats:
+            async with self._renewing():
                 answers = await link.exchange(
                     sent, timeout_s=self._silent_s(), on_sent=self._on_sent
                 )
@@ -288,6 +283,51 @@ class Sender(Generic[_Receipt]):
             self._refused.set()
             if self._listening is None:
                 self._listening = asyncio.create_task(self._listen(), name="turnstream-listener")
+
+    @contextlib.asynccontextmanager
+    async def _renewing(self) -> AsyncGenerator[None]:
+        """Send heartbeats that get due within the block over a connection of their own.
+
+        The block sends a round, after which nothing else fits on its connection: over a slow link,
+        a large turn takes longer than a lease lasts.
+        """
+        tasks: list[asyncio.Task[None]] = []
+        with self.lock:
+            due_s = self._outbox.tracker.heartbeats.pause_s(time.monotonic())
+        if due_s is None:  # nothing is open
+            yield
+            return
+        timer = asyncio.get_running_loop().call_later(
+            max(due_s, _LEAST_PAUSE_S),
+            lambda: tasks.append(asyncio.create_task(self._renew(), name="turnstream-heartbeats")),
+        )
+        try:
+            yield
+        finally:
+            timer.cancel()
+            if tasks:
+                await cancel_all(tasks)
+
+    async def _renew(self) -> None:
+        """Send heartbeats whenever they are due, while a trajectory is open."""
+        link, outbox = self._transport.link(), self._outbox
+        try:
+            while True:
+                with self.lock:
+                    sent_s = time.monotonic()
+                    sent = outbox.next_beats(sent_s)
+                if sent is not None:
+                    with contextlib.suppress(RedisError, OSError):
+                        answers = await link.exchange(sent)
+                        with self.lock:
+                            outbox.beats_answered(answers, sent_s=sent_s)
+                with self.lock:
+                    pause_s = outbox.tracker.heartbeats.pause_s(time.monotonic())
+                if pause_s is None:
+                    return
+                await asyncio.sleep(max(pause_s, _LEAST_PAUSE_S))
+        finally:
+            await to_the_end(link.close())
 
     def _silent_s(self) -> float:
         """Return how long the store may take no byte and send no answer."""
@@ -323,11 +363,10 @@ class Sender(Generic[_Receipt]):
             wake_id = await self._next_wake_id()
             try:
                 async with asyncio.timeout(ASK_AGAIN_S + ANSWER_S):
-                    await self._transport.wait_until_woken(
-                        self._outbox.run, wake_id, timeout_s=ASK_AGAIN_S
-                    )
+                    wake = AwaitWake(self._outbox.run, wake_id, int(ASK_AGAIN_S * 1000))
+                    await self._transport.reply(wake)
             except (RedisError, OSError, TurnstreamError):
-                await asyncio.sleep(LISTEN_AGAIN_S)
+                await asyncio.sleep(_LISTEN_AGAIN_S)
             with self.lock:
                 self._outbox.admissions.woken()  # whether it has moved or not
             self._work.set()
@@ -338,34 +377,3 @@ class Sender(Generic[_Receipt]):
             self._refused.clear()
             await self._refused.wait()
         return wake_id
-
-
-class ThreadSender(Sender[Receipt]):
-    """A sender for threads: its tasks run in the event loop of a daemon thread."""
-
-    def __init__(self, transport: Transport, outbox: Outbox) -> None:
-        super().__init__(transport, outbox, Receipt)
-        self.thread = LoopThread()
-        self._is_woken = False
-
-    def check_caller(self) -> None:
-        """Raise RejectedError in a forked process. Any thread may call it."""
-        self.process.require()
-
-    def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-        """Return the result of a coroutine that runs in the event loop."""
-        try:
-            self.check_caller()
-        except RejectedError:
-            coroutine.close()
-            raise
-        return self.thread.run(coroutine)
-
-    def _wake(self) -> None:
-        if not self._is_woken:
-            self._is_woken = True
-            self.thread.call_soon(self._wake_in_loop)
-
-    def _wake_in_loop(self) -> None:
-        self._is_woken = False
-        super()._wake()

@@ -7,28 +7,20 @@ Errors of the way are those of the Redis client on both: a lost connection is a
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from turnstream.generator.outbox.rounds import Answers, Round
-from turnstream.generator.requests import ReadTurns, ScriptRequest
+from turnstream.errors import TurnstreamError
+from turnstream.generator.outbox.writes import Answers, Round
+from turnstream.generator.requests import ReadWaits, Request
 from turnstream.optional import from_extra
 from turnstream.store.client.addresses import is_http
 from turnstream.store.client.deadlines import SOCKET_TIMEOUT_S
-
-
-class StoredTurns(NamedTuple):
-    """The stored records of a trajectory.
-
-    Attributes:
-        records: encoded turns, and the seal if `is_sealed`.
-        epoch: lease epoch of its writer, read after the records; None if it has none.
-    """
-
-    records: list[bytes]
-    epoch: int | None
-    is_sealed: bool
+from turnstream.store.waits.bounded_call import StoreWait
+from turnstream.store.waits.read_waits import parse_waits
+from turnstream.store.waits.wait_snapshot import WaitSnapshot
 
 
 class Link(Protocol):
@@ -60,20 +52,42 @@ class StoreRequests(ABC):
     """Single requests of a generator; a lost connection is retried."""
 
     @abstractmethod
-    async def reply(self, request: ScriptRequest) -> Any:
-        """Return the reply of the script of a request."""
+    async def reply(self, request: Request) -> Any:
+        """Return the reply to a request."""
 
     @abstractmethod
     async def find_run(self, name: str) -> str:
         """Return the id of the run that has this name now."""
 
-    @abstractmethod
-    async def read_turns(self, request: ReadTurns) -> StoredTurns:
-        """Return the stored records of a trajectory."""
 
-    @abstractmethod
-    async def wait_until_woken(self, run: str, wake_id: str, *, timeout_s: float) -> None:
-        """Return when the run's wake stream is beyond this id, or after `timeout_s`."""
+class BoundedCalls:
+    """The requests of one wait, each of which ends by the deadline of the wait.
+
+    Args:
+        requests: the way to the store.
+        wait: the wait, which names the awaited thing in errors.
+    """
+
+    def __init__(self, requests: StoreRequests, wait: StoreWait) -> None:
+        self._requests = requests
+        self.wait = wait
+
+    async def reply(self, request: Request) -> Any:
+        """Return the reply to a request."""
+        async with self.wait.bounded_async():
+            return await self._requests.reply(request)
+
+    async def find_run(self, name: str) -> str:
+        """Return the id of the run that has this name now."""
+        async with self.wait.bounded_async():
+            return await self._requests.find_run(name)
+
+    async def read_waits(self, run: str) -> WaitSnapshot | None:
+        """Return the state of the run; None if the store does not return it in time."""
+        with contextlib.suppress(TurnstreamError):
+            async with self.wait.bounded_async():
+                return parse_waits(run, await self._requests.reply(ReadWaits(run)))
+        return None
 
 
 class Transport(StoreRequests):

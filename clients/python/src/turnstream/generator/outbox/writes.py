@@ -1,4 +1,4 @@
-"""Writes in flight by trajectory and by group, and the queues of their unsent calls."""
+"""Writes on their way, the calls that they become, and rounds of calls. No I/O, no decisions."""
 
 from __future__ import annotations
 
@@ -7,16 +7,124 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
+from redis.exceptions import ResponseError
+
 from turnstream.errors import TurnstreamError
 from turnstream.generator.encode.encoder import SealMaker, TurnRecord
 from turnstream.generator.outbox.receipts import PendingWrite
-from turnstream.generator.requests import ScriptRequest
-from turnstream.store.client.replies import Refusal
+from turnstream.generator.requests import AppendTurns, PostedSeal, ScriptRequest
+from turnstream.store.client.replies import Refusal, error_text, parse_refusal
+from turnstream.store.client.run_ids import is_id, no_such_run
+from turnstream.store.client.scripts import Command
 from turnstream.store.run.budget import FIRST_BYTES
 from turnstream.types import GroupOpened, TrajectoryKey
 
+MAX_ROUND_BYTES: Final = 1 << 20
+"""Enough to hide the round trip, and small in the server's buffers."""
+
+MAX_ROUND_TURNS: Final = 1_000
+"""Turns of one call, which blocks the store."""
+
 _MAX_SEALS: Final = 256  # a script can unpack some thousand values, not more
 _MAX_SEAL_BYTES: Final = 1 << 20  # a call blocks the store; one seal alone may be longer
+
+
+class Call(NamedTuple):
+    """A call of a round, and what follows from its reply.
+
+    Attributes:
+        accept: handles an answer, and the time.
+        refuse: handles a refusal, and the time.
+        put_back: queues the call again, before all others.
+        is_write: a receipt waits for it.
+    """
+
+    request: ScriptRequest
+    accept: Callable[[Any, float], None]
+    refuse: Callable[[Refusal, float], None]
+    put_back: Callable[[], None] = lambda: None
+    is_write: bool = True
+
+
+class Round(NamedTuple):
+    """Calls that travel together; none only to see which store answers.
+
+    Attributes:
+        is_first: the first round of a connection, which asks which process of the store answers.
+        is_grouped: all calls are one transaction, which a store that syncs before it answers syncs
+            once.
+        sought: name of the run whose id is asked for, in a round without calls; "" for none.
+    """
+
+    calls: Sequence[Call]
+    is_first: bool
+    is_grouped: bool = False
+    sought: str = ""
+
+    @property
+    def commands(self) -> list[Command]:
+        """Return the call of the script of each call."""
+        return [call.request.command for call in self.calls]
+
+    @property
+    def is_heartbeat(self) -> bool:
+        """Whether it has no write that a receipt waits for."""
+        return not any(call.is_write for call in self.calls)
+
+
+class StoreProcess(NamedTuple):
+    """The process of the store that a connection leads to.
+
+    Attributes:
+        name: another process has another name; "" if the store does not say it.
+        syncs_each_write: it answers after it has synced; None if the store does not say it.
+    """
+
+    name: str
+    syncs_each_write: bool | None
+
+
+class Answers(NamedTuple):
+    """The answers to a round.
+
+    Attributes:
+        values: for each call its reply, or a ResponseError.
+        store: the process that has answered, if the round was the first one.
+        run: id of the run that was asked for, or why it was not read; else None.
+        trouble: why the store did not even take the scripts; "" where it did.
+        is_aborted: the calls were one transaction, and none was carried out because of one.
+    """
+
+    values: Sequence[Any]
+    store: StoreProcess | None = None
+    run: str | TurnstreamError | None = None
+    trouble: str = ""
+    is_aborted: bool = False
+
+
+class TargetRun:
+    """One run, for the whole life of a publisher: a later run of the name never takes its place.
+
+    Attributes:
+        run: its id; its name until it is found.
+        is_found: whether the id is known.
+    """
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.is_found = is_id(run)
+
+    def found(self, run: str) -> None:
+        """Keep to this run from now on. Only the first call has an effect."""
+        if not self.is_found:
+            self.run, self.is_found = run, True
+
+    def refusal(self, answer: ResponseError) -> Refusal:
+        """Return why a call was refused; if the run is not in the store, the message names it."""
+        refused = parse_refusal(error_text(answer))
+        if refused.code != "NORUN":
+            return refused
+        return refused._replace(message=str(no_such_run(self.run)))
 
 
 class PendingTurn(NamedTuple):
@@ -94,6 +202,41 @@ class TrajectoryQueue:
         self.pending.extendleft([PendingTurn(turn, None, True) for turn in reversed(turns)])
         self.num_acknowledged -= len(turns)
 
+    def next_payload(self, run: str, writer: str) -> AppendTurns:
+        """Return the request that stores the next turns, at least one, and its seal after all."""
+        records: list[bytes] = []
+        num_bytes = 0
+        for turn, _, _ in self.pending:
+            num_bytes += len(turn.record)
+            if records and (num_bytes > MAX_ROUND_BYTES or len(records) == MAX_ROUND_TURNS):
+                break
+            records.append(turn.record)
+        is_sealed = self.seal is not None and len(records) == len(self.pending)
+        if is_sealed and self.seal is not None:
+            self.seal_record = self.seal(self.epoch)
+            records.append(self.seal_record)
+        return AppendTurns(
+            run,
+            writer,
+            self.trajectory_id,
+            self.epoch,
+            is_placed=self.is_placed,
+            first=self.num_acknowledged,
+            records=records,
+            is_sealed=is_sealed,
+        )
+
+    @property
+    def posted_seal(self) -> PostedSeal:
+        """Return its stored seal as the run gets it."""
+        return PostedSeal(
+            self.trajectory_id,
+            self.epoch,
+            self.awaits_reward,
+            self.num_bytes + len(self.seal_record),
+            self.seal_record,
+        )
+
 
 @dataclass(slots=True, eq=False)
 class Admission:
@@ -135,25 +278,6 @@ class RunCall:
     refuse: Callable[[Refusal, float], None]
     receipt: PendingWrite | None = None
     what: str = ""
-
-
-@dataclass(slots=True, eq=False)
-class RewardPost:
-    """A reward that is posted for a trajectory of any generator.
-
-    Attributes:
-        trajectory_id: the trajectory.
-        record: the encoded reward.
-        receipt: receipt of the first answer.
-        outcome: the last answer.
-        until_s: until when it is posted again, if a restarted store lacks the trajectory.
-    """
-
-    trajectory_id: str
-    record: bytes
-    receipt: PendingWrite
-    outcome: str = ""
-    until_s: float | None = None
 
 
 class SendQueues:

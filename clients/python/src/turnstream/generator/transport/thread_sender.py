@@ -1,4 +1,4 @@
-"""An event loop in a daemon thread, which runs coroutines for other threads."""
+"""A sender for threads, and its event loop in a daemon thread, which runs coroutines for others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from turnstream.errors import StoreUnavailableError
+from turnstream.errors import RejectedError, StoreUnavailableError
+from turnstream.generator.outbox.outbox import Outbox
+from turnstream.generator.outbox.receipts import Receipt
+from turnstream.generator.transport.sender import Sender
+from turnstream.generator.transport.transport import Transport
 
 _JOIN_TIMEOUT_S = 5.0
 
@@ -89,3 +93,34 @@ class LoopThread:
 
     async def _wait_for_close(self) -> None:
         await self._stopped.wait()
+
+
+class ThreadSender(Sender[Receipt]):
+    """A sender for threads: its tasks run in the event loop of a daemon thread."""
+
+    def __init__(self, transport: Transport, outbox: Outbox) -> None:
+        super().__init__(transport, outbox, Receipt)
+        self.thread = LoopThread()
+        self._is_woken = False
+
+    def check_caller(self) -> None:
+        """Raise RejectedError in a forked process. Any thread may call it."""
+        self.process.require()
+
+    def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+        """Return the result of a coroutine that runs in the event loop."""
+        try:
+            self.check_caller()
+        except RejectedError:
+            coroutine.close()
+            raise
+        return self.thread.run(coroutine)
+
+    def _wake(self) -> None:
+        if not self._is_woken:
+            self._is_woken = True
+            self.thread.call_soon(self._wake_in_loop)
+
+    def _wake_in_loop(self) -> None:
+        self._is_woken = False
+        super()._wake()
