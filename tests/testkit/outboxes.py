@@ -77,7 +77,7 @@ class OutboxDriver:
             ("reward_components", "sampling", "tags", "metrics")
         )
         seal = self.drafts[queue.key].seal(reward=1.0, status=Status.COMPLETED, **nothing)
-        self.outbox.seal(queue, seal, merged_tokens=2, end=end)
+        self.outbox.seal(queue, seal, end=end)
         return end
 
     def take(self) -> Round | None:

@@ -31,7 +31,7 @@ from turnstream.errors import (
 from turnstream.generator import Prompt
 from turnstream.http import gateway_calls
 from turnstream.http.client import GatewayClient
-from turnstream.http.wire_version import HEADER, WIRE_VERSION
+from turnstream.http.problems import HEADER, WIRE_VERSION
 from turnstream.store.client import keys
 
 pytestmark = pytest.mark.redis

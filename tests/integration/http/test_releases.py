@@ -18,7 +18,7 @@ from testkit.stores import RunReader
 from turnstream.generator import Publisher, requests
 from turnstream.generator.transport.messages import MEDIA_TYPE
 from turnstream.generator.transport.redis_transport import first_words
-from turnstream.http.wire_version import HEADER
+from turnstream.http.problems import HEADER
 from turnstream.store.client.scripts import Script
 from turnstream.wire.v1 import calls_pb2 as wire
 from turnstream.wire.v1 import records_pb2

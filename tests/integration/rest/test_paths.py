@@ -18,8 +18,7 @@ from testkit.rest_api import RestApi
 from testkit.turns import turn
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import RejectedError
-from turnstream.http.problems import error_of
-from turnstream.http.wire_version import HEADER, WIRE_VERSION
+from turnstream.http.problems import HEADER, WIRE_VERSION, error_of
 from turnstream.store.run.runs import create_run
 from turnstream_server.gateway import parsers
 from turnstream_server.gateway.rest import bodies

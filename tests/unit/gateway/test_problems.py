@@ -8,8 +8,7 @@ from typing import Any
 
 from turnstream import errors
 from turnstream.errors import TurnstreamError, WaitReason
-from turnstream.http.problems import ERRORS, error_of, problem_name
-from turnstream.http.wire_version import PROBLEM
+from turnstream.http.problems import ERRORS, WIRE_PROBLEM, error_of, problem_name
 from turnstream_server.gateway.rest.problems import KINDS, problem_of, response
 
 OF_ONE_PROCESS = {errors.MissingExtraError, errors.RowTooLongError}
@@ -22,7 +21,7 @@ BASES = {
 }
 """Errors that travel as another class, which is raised in their place."""
 
-WITHOUT_AN_ERROR = {PROBLEM, "internal", "invalid-request", "store-restarted"}
+WITHOUT_AN_ERROR = {WIRE_PROBLEM, "internal", "invalid-request", "store-restarted"}
 """Types of documents that no class of `errors` has."""
 
 

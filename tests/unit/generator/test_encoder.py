@@ -40,7 +40,7 @@ def draft(*turns: Turn) -> TrajectoryDraft:
 def seal(made: TrajectoryDraft, epoch: int = 1, **fields: Any) -> SealedTrajectory:
     nothing = dict.fromkeys(("reward", "reward_components", "sampling", "tags", "metrics"))
     values: dict[str, Any] = {**nothing, "status": Status.COMPLETED, **fields}
-    event = decode_event(made.seal(**values)(epoch))
+    event = decode_event(made.seal(**values).make(epoch))
     assert isinstance(event, SealedTrajectory)
     return event
 
@@ -295,7 +295,7 @@ def test_group_is_drafted_with_anchors_and_a_wrong_one_is_located() -> None:
     def drafted(anchor: Any) -> SealedTrajectory:
         turns = (turn("a", "B", anchor="room 3"), turn("ab", "C", anchor=anchor))
         (made,) = draft_group(group("g", trajectory(*turns))).trajectories
-        event = decode_event(made.seal(1))
+        event = decode_event(made.seal.make(1))
         assert isinstance(event, SealedTrajectory)
         return event
 
@@ -313,7 +313,7 @@ def test_a_group_is_drafted_in_order_and_its_errors_say_where() -> None:
 
     assert [made.key.sample for made in drafted] == [0, 1]
     assert [len(made.turns) for made in drafted] == [2, 1]
-    assert drafted[0].merged_tokens == 3
+    assert drafted[0].seal.merged_tokens == 3
     with pytest.raises(InvalidTurnError, match=r"trajectories\[0\]\.reward: nan is not finite"):
         draft_group(group("g", trajectory(reward=float("nan"))))
     with pytest.raises(

@@ -41,13 +41,13 @@ def test_new_trajectory_reads_the_lease_length_soon() -> None:
         TrajectoryQueue(TrajectoryKey("g", sample), f"g/{sample}/0", epoch=1) for sample in range(2)
     )
     beats.opened(first, now_s=0.0)
-    beats.sent(0.1)
+    beats.take(0.1)
     beats.answered(lease_s=30.0, sent_s=0.1)
     beats.ended(first)
 
     beats.opened(second, now_s=1000.0)
     before = beats.pause_s(1000.0)
-    beats.sent(1000.1)
+    beats.take(1000.1)
     beats.answered(lease_s=0.6, sent_s=1000.1)
 
     assert before == pytest.approx(0.1)

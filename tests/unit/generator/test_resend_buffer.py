@@ -3,16 +3,16 @@ from __future__ import annotations
 from turnstream.errors import FencedError
 from turnstream.generator.encode.encoder import TurnRecord
 from turnstream.generator.outbox.receipts import PendingWrite
-from turnstream.generator.outbox.resend import KeptTurn, ResendBuffer
+from turnstream.generator.outbox.resend import KeptWrite, ResendBuffer
 from turnstream.generator.outbox.writes import Admission, TrajectoryQueue
 from turnstream.types import GroupOpened, TrajectoryKey, TurnShape
 
 QUEUE = TrajectoryQueue(TrajectoryKey("g", 0), "g/0/0")
 
 
-def kept(num_bytes: int) -> KeptTurn:
+def kept(num_bytes: int) -> KeptWrite:
     shape = TurnShape(-1, 0, 1, 1, 1)
-    return KeptTurn(QUEUE, TurnRecord(bytes(num_bytes), shape))
+    return KeptWrite(QUEUE, TurnRecord(bytes(num_bytes), shape))
 
 
 def test_write_is_kept_until_a_late_answer_proves_it() -> None:

@@ -1,4 +1,4 @@
-"""The version of a request of the SDK: see `turnstream.http.wire_version`."""
+"""The version of a request of the SDK: see `turnstream.http.problems`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from turnstream.http.wire_version import HEADER, PROBLEM, WIRE_VERSION, refused_version
+from turnstream.http.problems import HEADER, WIRE_PROBLEM, WIRE_VERSION, refused_version
 from turnstream_server.gateway.rest.problems import Problem, problem_type, response
 
 _STATUS: Final = 400
@@ -37,4 +37,4 @@ class WireVersionApp:
 
 def _refusal(text: str) -> Problem:
     title = "The version of the request is unknown"
-    return Problem(type=problem_type(PROBLEM), title=title, status=_STATUS, detail=text)
+    return Problem(type=problem_type(WIRE_PROBLEM), title=title, status=_STATUS, detail=text)

@@ -1,8 +1,7 @@
 """The SDK of generators: turns go into the store as they are sampled."""
 
-from turnstream.generator.api.async_publisher import AsyncPublisher
 from turnstream.generator.api.group_writers import AsyncGroupWriter, GroupWriter
-from turnstream.generator.api.publisher import Publisher
+from turnstream.generator.api.publisher import AsyncPublisher, Publisher
 from turnstream.generator.api.trajectory_writers import AsyncTrajectoryWriter, TrajectoryWriter
 from turnstream.generator.api.work import AsyncTask, Task
 from turnstream.generator.outbox.receipts import AsyncReceipt, PublisherStatistics, Receipt

@@ -17,8 +17,7 @@ from typing import Any, Final, cast
 import httpx2
 
 from turnstream import errors
-from turnstream.http.problems import error_of, problem_name
-from turnstream.http.wire_version import HEADER, WIRE_VERSION
+from turnstream.http.problems import HEADER, WIRE_VERSION, error_of, problem_name
 from turnstream.store.client.addresses import HttpAddress
 from turnstream.store.client.api_keys import root_certificates, trusting_context
 from turnstream.store.client.replies import RETRY_AFTER_S

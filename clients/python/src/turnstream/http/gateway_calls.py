@@ -14,11 +14,12 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from turnstream.batching.config import BatchingConfig
+from turnstream.errors import NotReadyError, WaitReason
 from turnstream.http.client import GatewayClient
-from turnstream.http.problems import error_of
-from turnstream.http.version_wait import announced, wait_for_version
+from turnstream.http.problems import error_of, reasons_of
 from turnstream.records.configs import decode_config, encode_config
 from turnstream.store.client.addresses import address_of
+from turnstream.store.client.deadlines import SOCKET_TIMEOUT_S
 from turnstream.store.client.run_ids import no_such_run
 from turnstream.store.run.batchers import ANSWER_S, required
 from turnstream.store.run.configs import check_step
@@ -26,6 +27,7 @@ from turnstream.store.run.credits import Credit, CreditReason
 from turnstream.store.run.rewards import RewardOutcome, reward_command
 from turnstream.store.run.runs import check_leftover
 from turnstream.store.run.tasks import Prompt, check_samples, checked_prompts
+from turnstream.store.waits.bounded_call import StoreWait
 from turnstream.types import Leftover, TrajectoryKey, VersionAnnounced
 from turnstream.types.names import RunId, checked_run_name, checked_setting, encode_run
 
@@ -149,12 +151,25 @@ class GatewayCalls:
     def newest_version(self, run: RunId) -> VersionAnnounced | None:
         """Return the highest announced version; None before the first."""
         newest = self._client.get(f"{_path(run)}/versions", limit=1)["newest"]
-        return None if newest is None else announced(newest)
+        return None if newest is None else _announced(newest)
 
     def wait_for_version(self, run: RunId, *, above: int, timeout_s: float) -> VersionAnnounced:
         """Return the newest version, once it is higher than `above`; one request is held."""
-        path = _path(run)
-        return wait_for_version(self._client, path, run=run, above=above, timeout_s=timeout_s)
+        what = f"run {run!r}: no version above {above}"
+        wait = StoreWait(address_of(self._url), "version", what, wait_s=timeout_s)
+        while True:
+            with wait.answering() as left_s:
+                held_s = wait.block_ms / 1000  # the gateway holds the request for so long
+                limit_s = min(left_s, held_s + SOCKET_TIMEOUT_S)
+                query = {"above": above, "limit": 1, "wait_s": held_s}
+                path = f"{_path(run)}/versions"
+                found = self._client.call("GET", path, query=query, limit_s=limit_s)
+            if found["versions"]:
+                return _announced(found["newest"])
+            wait.note_answer(f"no version above {above} was announced")
+            if wait.has_timed_out:
+                reasons = reasons_of(found.get("reasons"))
+                raise NotReadyError(wait.message, [_waited(each, timeout_s) for each in reasons])
 
     def batchers(self) -> Callable[[], list[str]]:
         """Return a function that reads the addresses of all batchers."""
@@ -209,3 +224,20 @@ def _pages(prompts: Sequence[Prompt]) -> Iterator[list[dict[str, Any]]]:
         page.append(fields)
         num_bytes += size
     yield page
+
+
+def _announced(version: dict[str, Any]) -> VersionAnnounced:
+    """Return a version from the JSON of a gateway."""
+    return VersionAnnounced(
+        version=version["version"],
+        step=version["step"],
+        lineage=version["lineage"],
+        weights_uri=version["weights_uri"],
+    )
+
+
+def _waited(reason: WaitReason, waited_s: float) -> WaitReason:
+    """Return a reason with the length of the whole wait in place of that of its last request."""
+    if reason.facts.get("awaited") != "version":
+        return reason
+    return reason._replace(facts={**reason.facts, "waited_s": waited_s})

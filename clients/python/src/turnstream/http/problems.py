@@ -1,6 +1,7 @@
-"""Problem documents of a gateway (RFC 9457): the one table from their types to our errors.
+"""Problem documents of a gateway (RFC 9457), and the version of requests to it.
 
-A document describes a whole answer, or one item of a result. `error_of` takes both.
+A document describes a whole answer, or one item of a result. `error_of` takes both. There is one
+table from the types of documents to our errors.
 """
 
 from __future__ import annotations
@@ -10,9 +11,21 @@ from types import MappingProxyType
 from typing import Any, Final, cast
 
 from turnstream import errors
-from turnstream.http.wire_version import PROBLEM as WIRE_PROBLEM
 
 MEDIA_TYPE: Final = "application/problem+json"
+
+HEADER: Final = "Turnstream-Wire"
+"""Header of each request of the SDK, with the version of the request.
+
+The answer has the highest version that the gateway knows in the same header. A request without the
+header is accepted: other programs need none.
+"""
+
+WIRE_VERSION: Final = 1
+"""The version of this release. A change that an older gateway or SDK would misread raises it."""
+
+WIRE_PROBLEM: Final = "wire-version"
+"""Type of the problem document of a version that the gateway does not know."""
 
 TYPE_PREFIX: Final = "https://turnstream.dev/problems/"
 """First characters of the type of a document; the name of the error follows."""
@@ -129,3 +142,20 @@ def _format_error(problem: Mapping[str, Any]) -> errors.UnknownFormatError | Non
 
 def _seconds(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
+
+
+def refused_version(text: str | None) -> str:
+    """Return why a gateway refuses the version in a header; "" where it accepts it.
+
+    >>> refused_version("1"), refused_version(None)
+    ('', '')
+    >>> refused_version("7")
+    "Turnstream-Wire is '7', and this gateway knows 1: install the same release on both sides"
+    """
+    if text is None or (text.isascii() and text.isdecimal() and 1 <= int(text) <= WIRE_VERSION):
+        return ""
+    known = f"{WIRE_VERSION}" if WIRE_VERSION == 1 else f"1 to {WIRE_VERSION}"
+    return (
+        f"{HEADER} is {text[:20]!r}, and this gateway knows {known}: install the same release on "
+        "both sides"
+    )

@@ -7,17 +7,15 @@ from typing import Any, Final
 
 from turnstream.errors import InvalidTurnError
 from turnstream.responses.fields import (
+    WHOLE_OUTPUT,
+    check_sum,
+    checked_logprobs,
     chosen,
     field_of,
     first_column,
     is_unfinished,
     list_of,
     prompt_of,
-)
-from turnstream.responses.logprobs import (
-    WHOLE_OUTPUT,
-    check_sum,
-    checked_logprobs,
     sampled_of_flat,
     sampled_of_list,
 )

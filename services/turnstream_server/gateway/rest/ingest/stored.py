@@ -95,8 +95,8 @@ class StoredTrajectory(NamedTuple):
             raise self.ended("the seal")
         sealed = decode_event(self.seal)
         assert isinstance(sealed, SealedTrajectory)
-        make_seal = self._draft(len(self.turns), declared).seal(**write.seal.fields)
-        if make_seal(sealed.lease_epoch) != self.seal:
+        drafted = self._draft(len(self.turns), declared).seal(**write.seal.fields)
+        if drafted.make(sealed.lease_epoch) != self.seal:
             name = self.key.readable_name
             raise ConflictError(f"{name} is sealed with another content")
 

@@ -92,17 +92,8 @@ class IngestWriter(AsyncTrajectoryWriter):
         end = self._sender.loop_receipt()
         async with self._order:
             queue = await self._open()
-            draft = self._drafted
-            made = draft.seal(**seal.fields)
-            self._sender.put(
-                lambda: self._outbox.seal(
-                    queue,
-                    made,
-                    merged_tokens=draft.merged_tokens,
-                    end=end,
-                    awaits_reward=seal.awaits_reward,
-                )
-            )
+            made = self._drafted.seal(**seal.fields)
+            self._sender.put(lambda: self._outbox.seal(queue, made, end=end))
             self._has_ended = True
         return end
 

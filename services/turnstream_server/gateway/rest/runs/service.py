@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 from pydantic import BaseModel, Field
 
-from turnstream.http.wire_version import WIRE_VERSION
+from turnstream.http.problems import WIRE_VERSION
 from turnstream.store.client.replies import translating
 from turnstream.store.run.batchers import list_batchers
 from turnstream_server.gateway.rest.answers import answer

@@ -11,8 +11,9 @@ from turnstream.generator.api.trajectory_writers import (
     AsyncTrajectoryWriter,
     TrajectoryWriter,
     TrajectoryWriterBase,
+    reason_of,
+    warn_unsealed,
 )
-from turnstream.generator.api.unsealed import reason_of, warn_unsealed
 from turnstream.generator.encode.group_checks import checked_key
 from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.writes import TrajectoryQueue

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic, Self, TypeVar
 
 from turnstream.errors import InvalidTurnError, RejectedError
-from turnstream.generator.api.unsealed import reason_of, warn_unsealed
 from turnstream.generator.encode.checks import checked_turn, with_checked_extras
 from turnstream.generator.encode.encoder import AdoptedTurn, TrajectoryDraft
 from turnstream.generator.encode.group_checks import checked_key, checked_status
@@ -17,10 +17,13 @@ from turnstream.generator.outbox.receipts import AsyncReceipt, PendingWrite, Rec
 from turnstream.generator.outbox.writes import TrajectoryQueue
 from turnstream.generator.transport.sender import Sender
 from turnstream.generator.transport.thread_sender import ThreadSender
+from turnstream.store.waits.wait_reasons import UNSEALED
 from turnstream.types import Anchor, GroupOpened, Status, TrajectoryKey, Turn, VersionRun
-from turnstream.types.names import quoted
+from turnstream.types.names import few_of, quoted
 
 _MAX_REASON_LENGTH: Final = 200  # a ledger keeps it for every trajectory
+
+_logger = logging.getLogger(__name__)
 
 _Receipt = TypeVar("_Receipt", bound=PendingWrite)
 _Sender = TypeVar("_Sender", bound=Sender[Any])
@@ -162,27 +165,16 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
         made = self._drafted.add(turn)
         self._sender.put(lambda: self._outbox.append(queue, made, receipt))
 
-    async def _seal(
-        self, *, awaits_reward: bool, status: Status | str | None, **fields: Any
-    ) -> None:
+    async def _seal(self, *, status: Status | str | None, **fields: Any) -> None:
         """End the trajectory after its last turn, and wait for the answer of the run."""
         self._sender.check_caller()
         end = self._sender.loop_receipt()
         async with self._order:
             queue = await self._open()
             with self._numbering:
-                draft = self._drafted
                 status = self._status if status is None else status
-                seal = draft.seal(awaits_reward=awaits_reward, status=status, **fields)
-                self._sender.put(
-                    lambda: self._outbox.seal(
-                        queue,
-                        seal,
-                        merged_tokens=draft.merged_tokens,
-                        end=end,
-                        awaits_reward=awaits_reward,
-                    )
-                )
+                seal = self._drafted.seal(status=status, **fields)
+                self._sender.put(lambda: self._outbox.seal(queue, seal, end=end))
                 self._has_ended = True
         await end
 
@@ -390,3 +382,19 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[Sender[AsyncReceipt], AsyncRece
             metrics=metrics,
             awaits_reward=awaits_reward,
         )
+
+
+def warn_unsealed(group_id: str, samples: Sequence[int]) -> None:
+    """Log that samples were abandoned because their block was left without a seal."""
+    _logger.warning(
+        "group %s: sample %s left without a seal, so it is abandoned and not trained: call "
+        "seal(reward=...) before the block ends",
+        *(group_id, few_of(samples)),
+    )
+
+
+def reason_of(error: BaseException | None) -> str:
+    """Return why a with block was left, for the ledger."""
+    if error is None:
+        return UNSEALED
+    return f"{type(error).__name__}: {error}"

@@ -44,6 +44,20 @@ class TurnRecord(NamedTuple):
     shape: TurnShape
 
 
+class DraftedSeal(NamedTuple):
+    """The end of a trajectory.
+
+    Attributes:
+        make: returns its record for a lease epoch.
+        merged_tokens: tokens of the rows that the turns merge to.
+        awaits_reward: its reward is posted later.
+    """
+
+    make: SealMaker
+    merged_tokens: int
+    awaits_reward: bool
+
+
 class AdoptedTurn(NamedTuple):
     """A turn that an earlier writer stored: as it is stored, and whole."""
 
@@ -111,8 +125,8 @@ class TrajectoryDraft:
         tags: Mapping[str, str] | None,
         metrics: Mapping[str, float] | None,
         awaits_reward: bool = False,
-    ) -> SealMaker:
-        """Check the fields of the whole trajectory, and return the maker of its seal.
+    ) -> DraftedSeal:
+        """Check the fields of the whole trajectory, and return its seal.
 
         Raises:
             InvalidTurnError: a value is wrong, there is no turn, or the seal is too large.
@@ -156,7 +170,7 @@ class TrajectoryDraft:
         # Seals of fewer turns and versions are far below the limit, whatever their labels are.
         if len(self._shapes) + sum(map(len, turn_versions)) > MAX_TURNS:
             _check_seal(make_seal(1))
-        return make_seal
+        return DraftedSeal(make_seal, self.merged_tokens, awaits_reward)
 
     @property
     def merged_tokens(self) -> int:
@@ -237,9 +251,7 @@ class DraftedTrajectory(NamedTuple):
 
     key: TrajectoryKey
     turns: list[TurnRecord]
-    seal: SealMaker
-    merged_tokens: int
-    awaits_reward: bool
+    seal: DraftedSeal
 
 
 class DraftedGroup(NamedTuple):
@@ -290,4 +302,4 @@ def _draft_trajectory(
         )
     except InvalidTurnError as error:
         raise InvalidTurnError(f"{where}.{error.field}", error.message) from error
-    return DraftedTrajectory(key, turns, seal, draft.merged_tokens, trajectory.awaits_reward)
+    return DraftedTrajectory(key, turns, seal)

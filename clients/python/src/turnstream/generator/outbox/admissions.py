@@ -11,7 +11,7 @@ from typing import Any, Final
 from turnstream.errors import NotReadyError, TurnstreamError, WaitReason
 from turnstream.generator.outbox.receipts import PendingWrite
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
-from turnstream.generator.outbox.writes import Admission, Call, TrajectoryQueue
+from turnstream.generator.outbox.writes import Admission, Call, TrajectoryQueue, drained
 from turnstream.generator.requests import OpenGroup, ReadWaits
 from turnstream.records.events import encode_event
 from turnstream.store.client.replies import Refusal, parse_refusal
@@ -109,8 +109,6 @@ class Admissions:
 
     def take(self) -> list[Call]:
         """Return the calls that request admissions."""
-        taken = list(self._queues.admissions)
-        self._queues.admissions.clear()
         return [
             Call(
                 self._opening(each),
@@ -118,7 +116,7 @@ class Admissions:
                 partial(self._refuse, each),
                 partial(self._put_back, each),
             )
-            for each in taken
+            for each in drained(self._queues.admissions)
         ]
 
     def _opening(self, admission: Admission) -> OpenGroup:
@@ -186,9 +184,9 @@ class Admissions:
 
     def asks_in_s(self, now_s: float) -> float | None:
         """Seconds until the reasons are read; None while the last answer is recent enough."""
-        since_s = self._queues.waiting_since_s
-        if since_s is None:
+        if not self._queues.waiting:
             return None
+        since_s = self._queues.waiting[0].since_s or 0.0
         end_s = since_s + self._timeout_s
         at_s = end_s - ASKS_BEFORE_S
         if self._asked_s is not None and self._asked_s >= since_s:
@@ -231,7 +229,11 @@ class Admissions:
 
     def withdraw_abandoned(self) -> None:
         """Withdraw the requests of groups whose members are all abandoned."""
-        for admission in self._queues.take_abandoned():
+        queues = self._queues
+        for admission in [*queues.admissions, *queues.waiting]:
+            if any(queue.abandon_reason is None for queue in admission.queues):
+                continue
+            queues.withdraw_admission(admission)
             for queue in admission.queues:
                 self._tracker.end(queue)
             admission.opened.settle(None)

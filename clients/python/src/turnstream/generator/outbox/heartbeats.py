@@ -72,7 +72,7 @@ class Heartbeats:
         """Return the calls to send now: none, or the leases of all open trajectories."""
         if not self._open or now_s < self._due_s:
             return []
-        self.sent(now_s)
+        self._due_s = now_s + self._interval_s
         return [self._call(queues, now_s) for queues in _in_parts(self._open, MAX_HEARTBEATS)]
 
     def _call(self, queues: Sequence[TrajectoryQueue], sent_s: float) -> Call:
@@ -106,10 +106,6 @@ class Heartbeats:
         _logger.warning("run %s: leases cannot be renewed: %s", self._target.run, refused.error)
         if isinstance(refused.error, RunNotFoundError):
             self._fail([queue for queue in queues if not queue.is_ending], refused.error)
-
-    def sent(self, now_s: float) -> None:
-        """Record that heartbeats were sent; the next follow after the interval."""
-        self._due_s = now_s + self._interval_s
 
     def failed(self) -> None:
         """Make the next heartbeats due at once, since these were not answered."""

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from redis.exceptions import NoScriptError, ResponseError
 
 from turnstream.errors import StoreUnavailableError, TurnstreamError
-from turnstream.generator.encode.encoder import DraftedGroup, SealMaker, TurnRecord
+from turnstream.generator.encode.encoder import DraftedGroup, DraftedSeal, TurnRecord
 from turnstream.generator.outbox.admissions import Admissions
 from turnstream.generator.outbox.receipts import InflightCounts, PendingWrite, PublisherStatistics
 from turnstream.generator.outbox.resend import KEEP_S, MAX_KEPT_BYTES, ResendBuffer
@@ -122,23 +122,15 @@ class Outbox:
         self.tracker.reservations.grew(queue)
         self._queues.add_payload(queue)
 
-    def seal(
-        self,
-        queue: TrajectoryQueue,
-        seal: SealMaker,
-        *,
-        merged_tokens: int,
-        end: PendingWrite,
-        awaits_reward: bool = False,
-    ) -> None:
+    def seal(self, queue: TrajectoryQueue, seal: DraftedSeal, *, end: PendingWrite) -> None:
         """End a trajectory after its last turn; the answer of the run settles `end`.
 
         Raises:
             TurnstreamError: the trajectory has failed before.
         """
         queue.raise_error()
-        queue.seal, queue.merged_tokens, queue.end = seal, merged_tokens, end
-        queue.awaits_reward = awaits_reward
+        queue.seal, queue.merged_tokens, queue.awaits_reward = seal
+        queue.end = end
         self._queues.add_payload(queue)
 
     def put_group(self, whole: DraftedGroup, end: PendingWrite) -> None:
@@ -147,13 +139,7 @@ class Outbox:
         for queue, made in zip(queues, whole.trajectories, strict=True):
             for turn in made.turns:
                 self.append(queue, turn)
-            self.seal(
-                queue,
-                made.seal,
-                merged_tokens=made.merged_tokens,
-                end=end,
-                awaits_reward=made.awaits_reward,
-            )
+            self.seal(queue, made.seal, end=end)
 
     def abandon(self, queue: TrajectoryQueue, reason: str, *, end: PendingWrite) -> None:
         """Abandon a trajectory after its last turn; the answer of the run settles `end`.

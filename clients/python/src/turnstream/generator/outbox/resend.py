@@ -26,26 +26,15 @@ KEEP_S: Final = 5.0
 MAX_KEPT_BYTES: Final = 64 * 1024 * 1024
 
 
-class KeptTurn(NamedTuple):
-    """A turn that the store has acknowledged."""
+class KeptWrite(NamedTuple):
+    """An acknowledged write of a trajectory: a turn, its adoption, or else its end."""
 
     queue: TrajectoryQueue
-    turn: TurnRecord
+    turn: TurnRecord | None = None
+    is_adoption: bool = False
 
 
-class Adopted(NamedTuple):
-    """A trajectory was adopted."""
-
-    queue: TrajectoryQueue
-
-
-class Ended(NamedTuple):
-    """The seal of a trajectory was stored or posted, or it was abandoned."""
-
-    queue: TrajectoryQueue
-
-
-Acknowledged = Admission | Adopted | KeptTurn | Ended | RunCall
+Acknowledged = Admission | KeptWrite | RunCall
 
 
 class _Kept(NamedTuple):
@@ -86,14 +75,15 @@ class ResendBuffer:
         """Keep something that the store has acknowledged."""
         if not self.is_needed or self.keep_s <= 0:
             return
-        num_bytes = len(what.turn.record) if isinstance(what, KeptTurn) else 0
+        turn = what.turn if isinstance(what, KeptWrite) else None
+        num_bytes = 0 if turn is None else len(turn.record)
         self._kept.append(_Kept(now_s, num_bytes, what))
         if isinstance(what, Admission):
             self._opened.update((queue.key, queue) for queue in what.queues)
         self._newest_s = now_s
         self.num_bytes += num_bytes
         while self.num_bytes > self.max_bytes:
-            self.num_forgotten += isinstance(self._drop().what, KeptTurn)
+            self.num_forgotten += self._drop().num_bytes > 0
 
     def prove(self, alive_s: float) -> None:
         """The server instance that acknowledged all this was alive at this time, or later."""
@@ -158,12 +148,10 @@ def resend(
         match each:
             case Admission():
                 admissions.append(each)
-            case Adopted(queue):
+            case KeptWrite(queue, is_adoption=True):
                 adopted.append(queue)
-            case KeptTurn(queue, turn):
-                turns.setdefault(queue, []).append(turn)
-            case Ended(queue):
-                turns.setdefault(queue, [])
+            case KeptWrite(queue, turn):
+                turns.setdefault(queue, []).extend([] if turn is None else [turn])
             case RunCall():
                 send_queues.of_run.append(each)
     members = [queue for admission in admissions for queue in admission.queues if queue.epoch]

@@ -13,7 +13,7 @@ from typing import Final
 from turnstream.errors import RejectedError, TurnstreamError
 from turnstream.generator.outbox.receipts import PendingWrite
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
-from turnstream.generator.outbox.writes import Call, RunCall
+from turnstream.generator.outbox.writes import Call, RunCall, drained
 from turnstream.generator.requests import CloseRun, PostReward, ReadConfig
 from turnstream.store.client.replies import Refusal
 from turnstream.store.run.configs import parse_config
@@ -66,11 +66,9 @@ class RunCalls:
 
     def take(self) -> list[Call]:
         """Return the calls to send now."""
-        taken = list(self._queue)
-        self._queue.clear()
         return [
             Call(each.request(), each.accept, each.refuse, partial(self._queue.appendleft, each))
-            for each in taken
+            for each in drained(self._queue)
         ]
 
     @property

@@ -13,7 +13,7 @@ from turnstream.errors import ConflictError, StoreBehindError, TurnstreamError
 from turnstream.generator.outbox import resend
 from turnstream.generator.outbox.heartbeats import Heartbeats, Reservations
 from turnstream.generator.outbox.receipts import InflightCounts
-from turnstream.generator.outbox.resend import Adopted, Ended, KeptTurn, ResendBuffer
+from turnstream.generator.outbox.resend import KeptWrite, ResendBuffer
 from turnstream.generator.outbox.writes import (
     MAX_ROUND_BYTES,
     Admission,
@@ -22,6 +22,7 @@ from turnstream.generator.outbox.writes import (
     SendQueues,
     TargetRun,
     TrajectoryQueue,
+    drained,
 )
 from turnstream.generator.requests import Abandon, Adopt, AppendTurns, CountConflict, PostSeals
 from turnstream.store.client import keys
@@ -77,7 +78,7 @@ class TrajectoryTracker:
         queue.epoch, queue.is_placed, queue.num_acknowledged = epoch, True, num_turns
         queue.num_bytes = num_bytes
         self._add_lease(queue, now_s)
-        self.resend_buffer.keep(Adopted(queue), now_s=now_s)
+        self.resend_buffer.keep(KeptWrite(queue, is_adoption=True), now_s=now_s)
         return queue
 
     def begin_opened(
@@ -123,7 +124,7 @@ class TrajectoryTracker:
         num_turns = len(sent.records) - sent.is_sealed
         for _ in range(num_turns):
             turn, receipt, is_again = queue.pending.popleft()
-            self.resend_buffer.keep(KeptTurn(queue, turn), now_s=now_s)
+            self.resend_buffer.keep(KeptWrite(queue, turn), now_s=now_s)
             if is_again:
                 self.inflight.add("num_resent")
             else:
@@ -133,7 +134,7 @@ class TrajectoryTracker:
         queue.num_acknowledged += num_turns
         self.inflight.add("num_duplicates", len(sent.records) - num_new)
         if sent.is_sealed:
-            self.resend_buffer.keep(Ended(queue), now_s=now_s)
+            self.resend_buffer.keep(KeptWrite(queue), now_s=now_s)
             self.send_queues.seals.append(queue)
         else:
             self.advance(queue)
@@ -211,7 +212,7 @@ class TrajectoryTracker:
                 partial(self.refuse, [queue]),
                 partial(send_queues.abandons.appendleft, queue),
             )
-            for queue in send_queues.take_abandons()
+            for queue in drained(send_queues.abandons)
         ]
         if queues := send_queues.take_seals():
             posting = Call(
@@ -252,12 +253,12 @@ class TrajectoryTracker:
         """Queue the adoption of a trajectory that was adopted before a restart."""
 
         def accept(answer: Sequence[int], now_s: float) -> None:
-            self.resend_buffer.keep(Adopted(queue), now_s=now_s)
+            self.resend_buffer.keep(KeptWrite(queue, is_adoption=True), now_s=now_s)
             self.opened(queue, answer[0], now_s)
 
         def refuse(refused: Refusal, now_s: float) -> None:
             self.refuse([queue], refused, now_s)
-            self.resend_buffer.keep(Adopted(queue), now_s=now_s)
+            self.resend_buffer.keep(KeptWrite(queue, is_adoption=True), now_s=now_s)
 
         def request() -> Adopt:
             return Adopt(self.run, self.writer, queue.trajectory_id)
@@ -305,12 +306,12 @@ class TrajectoryTracker:
         Turns that were to be sent again are stored, and a restart of the store may lose them.
         """
         for pending in queue.pending:
-            self.resend_buffer.keep(KeptTurn(queue, pending.turn), now_s=now_s)
+            self.resend_buffer.keep(KeptWrite(queue, pending.turn), now_s=now_s)
         queue.num_acknowledged += len(queue.pending)
         if queue.seal is not None:
             record = queue.seal_record
             queue.seal = lambda _epoch: record
-        self.resend_buffer.keep(Ended(queue), now_s=now_s)
+        self.resend_buffer.keep(KeptWrite(queue), now_s=now_s)
         self.end(queue)
         queue.has_ended = True
 

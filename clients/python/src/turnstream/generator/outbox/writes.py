@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from redis.exceptions import ResponseError
 
@@ -24,6 +24,8 @@ MAX_ROUND_BYTES: Final = 1 << 20
 
 MAX_ROUND_TURNS: Final = 1_000
 """Turns of one call, which blocks the store."""
+
+_T = TypeVar("_T")
 
 _MAX_SEALS: Final = 256  # a script can unpack some thousand values, not more
 _MAX_SEAL_BYTES: Final = 1 << 20  # a call blocks the store; one seal alone may be longer
@@ -151,7 +153,6 @@ class TrajectoryQueue:
         awaits_reward: its reward is posted after the seal.
         is_placed: the store has created its payload stream.
         num_acknowledged: turns acknowledged: the index of `pending[0]`.
-        is_queued: it is in the queue of trajectories with payload to send.
         num_bytes: bytes of all its turn records so far.
         reserved_bytes: bytes that the store has reserved for them.
         end: receipt of the end.
@@ -173,7 +174,6 @@ class TrajectoryQueue:
     awaits_reward: bool = False
     merged_tokens: int = 0
     abandon_reason: str | None = None
-    is_queued: bool = False
     num_bytes: int = 0
     reserved_bytes: int = FIRST_BYTES
     error: TurnstreamError | None = None
@@ -284,6 +284,7 @@ class SendQueues:
     """Everything that is not in flight.
 
     Attributes:
+        payload: open trajectories with something to send, in order.
         abandons: trajectories to abandon, all their turns acknowledged.
         seals: trajectories whose payload is acknowledged and whose seal is not posted.
         admissions: groups that request admission.
@@ -292,12 +293,12 @@ class SendQueues:
     """
 
     def __init__(self) -> None:
+        self.payload: OrderedDict[TrajectoryQueue, None] = OrderedDict()
         self.abandons: deque[TrajectoryQueue] = deque()
         self.seals: deque[TrajectoryQueue] = deque()
         self.admissions: deque[Admission] = deque()
         self.waiting: deque[Admission] = deque()
         self.of_run: deque[RunCall] = deque()
-        self._payload: deque[TrajectoryQueue] = deque()
 
     @property
     def is_empty(self) -> bool:
@@ -307,17 +308,25 @@ class SendQueues:
     @property
     def has_calls(self) -> bool:
         """Whether the next round has calls."""
-        return any((self.abandons, self.seals, self.admissions, self.of_run, self._payload))
+        return any((self.abandons, self.seals, self.admissions, self.of_run, self.payload))
 
     def add_payload(self, queue: TrajectoryQueue) -> None:
-        """Queue a trajectory that is admitted and has something to send, once."""
-        if queue.epoch and not queue.is_queued:
-            queue.is_queued = True
-            self._payload.append(queue)
+        """Queue a trajectory that has something to send, once it is open."""
+        if queue.epoch:
+            self.payload[queue] = None
 
-    def take_abandons(self) -> list[TrajectoryQueue]:
-        """Remove and return the trajectories to abandon."""
-        return _drained(self.abandons)
+    def put_back_payload(self, queue: TrajectoryQueue) -> None:
+        """Queue a trajectory again, before all others."""
+        self.payload[queue] = None
+        self.payload.move_to_end(queue, last=False)
+
+    def take_payload(self) -> TrajectoryQueue | None:
+        """Remove and return the next trajectory with something to send; None if there is none."""
+        while self.payload:
+            queue, _ = self.payload.popitem(last=False)
+            if queue.error is None:  # else a call would create its payload stream again
+                return queue
+        return None
 
     def take_seals(self) -> list[TrajectoryQueue]:
         """Remove and return the trajectories whose seals the next round posts."""
@@ -330,37 +339,17 @@ class SendQueues:
             queues.append(self.seals.popleft())
         return queues
 
-    def take_payload(self) -> TrajectoryQueue | None:
-        """Remove and return the next trajectory with something to send; None if there is none."""
-        while self._payload:
-            queue = self._payload.popleft()
-            queue.is_queued = False
-            if queue.error is None:  # else a call would create its payload stream again
-                return queue
-        return None
-
-    def put_back_payload(self, queue: TrajectoryQueue) -> None:
-        """Queue a trajectory again, before all others; it may be queued for later turns."""
-        if not queue.is_queued:
-            queue.is_queued = True
-            self._payload.appendleft(queue)
-
-    def withdraw(self, queues: Container[TrajectoryQueue]) -> None:
+    def withdraw(self, queues: Collection[TrajectoryQueue]) -> None:
         """Remove these trajectories from all queues."""
-        for queue in self._payload:
-            queue.is_queued = queue not in queues
-        for queue in (self._payload, self.seals, self.abandons):
-            staying = [queue for queue in _drained(queue) if queue not in queues]
-            queue.extend(staying)
+        for queue in queues:
+            self.payload.pop(queue, None)
+        for waiting in (self.seals, self.abandons):
+            staying = [queue for queue in drained(waiting) if queue not in queues]
+            waiting.extend(staying)
 
     def retry_waiting(self) -> None:
         """Queue the refused requests again, before newer ones."""
-        self.admissions.extendleft(reversed(_drained(self.waiting)))
-
-    @property
-    def waiting_since_s(self) -> float | None:
-        """Return when the oldest waiting group was first refused; None if no group waits."""
-        return self.waiting[0].since_s if self.waiting else None
+        self.admissions.extendleft(reversed(drained(self.waiting)))
 
     def withdraw_admission(self, admission: Admission) -> None:
         """Remove the request of this group."""
@@ -368,27 +357,15 @@ class SendQueues:
             if admission in queue:
                 queue.remove(admission)
 
-    def take_abandoned(self) -> list[Admission]:
-        """Remove and return the groups whose members are all abandoned before admission."""
-        abandoned = [
-            admission
-            for admission in (*self.admissions, *self.waiting)
-            if all(queue.abandon_reason is not None for queue in admission.queues)
-        ]
-        for admission in abandoned:
-            self.withdraw_admission(admission)
-        return abandoned
-
     def clear(self) -> None:
         """Remove all calls."""
-        for queue in self._payload:
-            queue.is_queued = False
+        self.payload.clear()
         for queue in (self.abandons, self.seals, self.admissions, self.waiting, self.of_run):
             queue.clear()
-        self._payload.clear()
 
 
-def _drained(queue: deque[Any]) -> list[Any]:
-    drained = list(queue)
+def drained(queue: deque[_T]) -> list[_T]:
+    """Remove and return all members of a queue."""
+    members = list(queue)
     queue.clear()
-    return drained
+    return members
