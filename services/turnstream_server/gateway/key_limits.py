@@ -27,8 +27,7 @@ from turnstream_server.gateway.rest.problems import Problem, problem_of, respons
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.gateway.web_pages import refusal_of
 from turnstream_server.keys.checks import IDENTITY, KeyChecks, secret_of
-from turnstream_server.keys.limits import Meters, too_fast
-from turnstream_server.keys.places import Place, Places
+from turnstream_server.keys.limits import Meters, Place, Places, too_fast
 from turnstream_server.keys.records import LOCAL_KEY, ApiKey, KeyLimits
 
 _STRANGER_BYTES: Final = 64 << 10

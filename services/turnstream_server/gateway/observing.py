@@ -12,7 +12,7 @@ from typing import Any, Final
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from turnstream_server.gateway.rest.run_paths import path_run
+from turnstream_server.gateway.rest.caller import path_run
 from turnstream_server.logs import bound
 from turnstream_server.telemetry.instruments import counter, histogram
 from turnstream_server.telemetry.tracing import span

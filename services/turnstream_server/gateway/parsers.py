@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 from turnstream.errors import RecordError
 from turnstream_server.gateway.parse_process import LONGEST_S, ParseProcess
-from turnstream_server.keys.places import Places
+from turnstream_server.keys.limits import Places
 
 IN_LOOP_BYTES: Final = 64 << 10
 """Largest body that is parsed in the event loop: a thread costs more than that."""

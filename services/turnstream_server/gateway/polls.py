@@ -15,7 +15,7 @@ import redis.asyncio
 
 from turnstream.errors import UnavailableError
 from turnstream.store.client.replies import translating
-from turnstream_server.keys.places import without_place
+from turnstream_server.keys.limits import without_place
 from turnstream_server.loops import background, repeat
 from turnstream_server.operations.kept_results import FETCHED_S, UNFETCHED_S
 from turnstream_server.operations.keys import DONE, model_keys, sampler_keys

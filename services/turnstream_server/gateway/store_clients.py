@@ -14,7 +14,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
 from turnstream.store.client.connection import connect, connect_async
 from turnstream.store.client.deadlines import SILENT_S
-from turnstream_server.keys.places import Places
+from turnstream_server.keys.limits import Places
 
 _WAIT_S: Final = 20.0
 """Longest wait of a call for a free connection."""

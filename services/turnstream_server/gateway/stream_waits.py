@@ -19,7 +19,7 @@ from turnstream.store.client.cancellation import cancel_all
 from turnstream.store.client.connection import MAX_BLOCK_S, AsyncLink
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import pack
-from turnstream_server.keys.places import without_place
+from turnstream_server.keys.limits import without_place
 
 logger = logging.getLogger(__name__)
 

@@ -76,7 +76,9 @@ def read_group(store: LimitStore) -> list[Command]:
     """An open group of the largest size."""
     store.fill(store.keys.groups, [(GROUP, f"{LARGEST_GROUP}:open")])
     opened(store, LARGE)
-    return [store.script("read_group", "frontier groups ledger finished_groups", GROUP, LARGEST_GROUP)]
+    return [
+        store.script("read_group", "frontier groups ledger finished_groups", GROUP, LARGEST_GROUP)
+    ]
 
 
 @worst(WORST)

@@ -10,7 +10,7 @@ import pytest
 
 from testkit import wait_until_async
 from turnstream.errors import RejectedError
-from turnstream_server.keys.places import Held, Places, release_place, without_place
+from turnstream_server.keys.limits import Held, Places, release_place, without_place
 
 
 class Work:

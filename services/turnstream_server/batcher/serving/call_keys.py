@@ -17,8 +17,7 @@ from turnstream.wire.v1 import operations_pb2 as operations
 from turnstream_server.batcher.serving.requests import parse_request
 from turnstream_server.batcher.serving.running_calls import Context, bounded_by_store, store_time_s
 from turnstream_server.keys.checks import KeyChecks, secret_of
-from turnstream_server.keys.limits import Meters
-from turnstream_server.keys.places import Held, Places
+from turnstream_server.keys.limits import Held, Meters, Places
 from turnstream_server.keys.records import LOCAL_KEY, ApiKey, Role
 from turnstream_server.operations.models import read_model_async
 

@@ -17,7 +17,7 @@ from turnstream.errors import TurnstreamError
 from turnstream.types.names import quoted
 from turnstream_server.gateway.bodies import disconnected
 from turnstream_server.gateway.rest.bodies import JSON
-from turnstream_server.gateway.rest.caller import refuse_unknown_query
+from turnstream_server.gateway.rest.caller import EntryApp, refuse_unknown_query
 from turnstream_server.gateway.rest.generators import route
 from turnstream_server.gateway.rest.ingest import rewards, routes
 from turnstream_server.gateway.rest.ingest.requests import add_ingest_state
@@ -28,7 +28,6 @@ from turnstream_server.gateway.rest.problems import (
     problem_of,
     response,
 )
-from turnstream_server.gateway.rest.run_paths import RunPathApp
 from turnstream_server.gateway.rest.runs import (
     batches,
     events,
@@ -38,7 +37,6 @@ from turnstream_server.gateway.rest.runs import (
     tasks,
     versions,
 )
-from turnstream_server.gateway.rest.wire import WireVersionApp
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.telemetry.log_counts import count_error
 
@@ -89,8 +87,7 @@ def make_rest_app(gateway: Gateway) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router, dependencies=[Depends(refuse_unknown_query)])
     app.add_route("/openapi.json", _Document(app).get, methods=["GET"])
-    app.add_middleware(RunPathApp)
-    app.add_middleware(WireVersionApp)
+    app.add_middleware(EntryApp)
     app.add_exception_handler(TurnstreamError, _refuse)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)

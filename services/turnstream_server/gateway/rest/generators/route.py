@@ -31,7 +31,7 @@ from turnstream_server.gateway.rest.generators.links import StoreLink, StoreLink
 from turnstream_server.gateway.rest.generators.plan import PlannedCalls, read_calls
 from turnstream_server.gateway.rest.problems import Problem, response
 from turnstream_server.gateway.state import Gateway
-from turnstream_server.keys.places import Held, release_place
+from turnstream_server.keys.limits import Held, release_place
 
 router = APIRouter()
 

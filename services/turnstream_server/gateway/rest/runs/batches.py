@@ -16,7 +16,6 @@ from turnstream.errors import (
     UnavailableError,
 )
 from turnstream.store.run.configs import open_run
-from turnstream_server.gateway.rest.answers import answer
 from turnstream_server.gateway.rest.bodies import ARROW
 from turnstream_server.gateway.rest.caller import Read, RunName
 from turnstream_server.ledger.queries.batch_facts import batch_facts, page_of_batches
@@ -134,7 +133,7 @@ async def get_batches(
         page, next_step = page_of_batches(client, run_id, from_step=from_step, limit=limit)
         return {"batches": page, "next_step": next_step}
 
-    return await answer(caller, BatchList, read)
+    return await caller.answer(BatchList, read)
 
 
 @router.get("/runs/{run}/batches/{step}", response_model=Batch, summary="Show a batch")
@@ -150,7 +149,7 @@ async def get_batch(run: RunName, step: Step, caller: Read) -> Response:
         except NotReadyError as error:
             raise RunNotFoundError(str(error)) from error
 
-    return await answer(caller, Batch, read)
+    return await caller.answer(Batch, read)
 
 
 @router.get(

@@ -26,13 +26,12 @@ from turnstream.store.client.run_ids import find_run_async, no_such_run
 from turnstream.types.names import quoted
 from turnstream_server.gateway.bodies import body_of
 from turnstream_server.gateway.parsers import IN_LOOP_BYTES
-from turnstream_server.gateway.rest.caller import Read, RunName
+from turnstream_server.gateway.rest.caller import Read, RunName, path_run
 from turnstream_server.gateway.rest.problems import problem_of
-from turnstream_server.gateway.rest.run_paths import path_run
 from turnstream_server.gateway.rest.runs.event_follower import BEGINNING, EventFollower
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.keys.checks import secret_of
-from turnstream_server.keys.places import Held
+from turnstream_server.keys.limits import Held
 from turnstream_server.keys.records import ApiKey
 from turnstream_server.ledger.core.scan import EventEntry, entry_ms
 

@@ -11,7 +11,6 @@ from fastapi.responses import Response
 from turnstream.store.run.configs import open_run
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import TrajectoryState
-from turnstream_server.gateway.rest.answers import answer
 from turnstream_server.gateway.rest.caller import Read, RunName
 from turnstream_server.gateway.rest.runs.models import Ledger, Waits
 from turnstream_server.ledger.queries.ledger_facts import ledger_facts
@@ -44,7 +43,7 @@ async def get_ledger(run: RunName, caller: Read, state: State = None) -> Respons
             facts["states"] = {k: v for k, v in facts["states"].items() if k == state.value}
         return facts
 
-    return await answer(caller, Ledger, read)
+    return await caller.answer(Ledger, read)
 
 
 @router.get(
@@ -61,7 +60,7 @@ async def get_trajectory(
         name = f"{group}/{sample}/{attempt}"
         return read_history(client, open_run(client, run), name)
 
-    return await answer(caller, Trajectory, read)
+    return await caller.answer(Trajectory, read)
 
 
 @router.get("/runs/{run}/waits", response_model=Waits, summary="Explain why a run waits")
@@ -76,4 +75,4 @@ async def get_waits(run: RunName, caller: Read) -> Response:
         found = reasons(read_snapshot(client, run_id))
         return {"run": run_id, "reasons": [reason._asdict() for reason in found]}
 
-    return await answer(caller, Waits, read)
+    return await caller.answer(Waits, read)

@@ -21,7 +21,6 @@ from turnstream.store.run import runs
 from turnstream.store.run.configs import open_run, read_config, read_revisions, revise_config
 from turnstream.store.run.credits import credit
 from turnstream.types.names import RunId, checked_run_name
-from turnstream_server.gateway.rest.answers import answer
 from turnstream_server.gateway.rest.bodies import SmallBodyRoute
 from turnstream_server.gateway.rest.caller import (
     MAX_RUN_LENGTH,
@@ -80,7 +79,7 @@ async def post_run(new: NewRun, caller: Admin) -> Response:
 
     is_new = await caller.gateway.threads.run(create)
     status = 201 if is_new else 200
-    return await answer(caller, Run, lambda client: run_facts(client, new.name), status=status)
+    return await caller.answer(Run, lambda client: run_facts(client, new.name), status=status)
 
 
 FromRun = Annotated[
@@ -98,13 +97,13 @@ async def get_runs(caller: Known, from_run: FromRun = "", limit: Limit = _MAX_PA
         lines = [RunLine.model_validate(run_line(client, run)) for run in allowed[:limit]]
         return {"runs": lines, "next_run": next(iter(allowed[limit:]), None)}
 
-    return await answer(caller, RunList, read)
+    return await caller.answer(RunList, read)
 
 
 @router.get("/runs/{run}", response_model=Run, summary="Show a run")
 async def get_run(run: RunName, caller: Read) -> Response:
     """Return state, progress, newest batch, observers and settings of a run."""
-    return await answer(caller, Run, lambda client: run_facts(client, run))
+    return await caller.answer(Run, lambda client: run_facts(client, run))
 
 
 @router.get("/runs/{run}/config", response_model=RunConfig, summary="Show the settings")
@@ -117,7 +116,7 @@ async def get_config(run: RunName, caller: Known) -> Response:
         settings = json.loads(encode_config(config))
         return {"run": run_id, "revision": revision, "settings": settings}
 
-    return await answer(caller, RunConfig, read)
+    return await caller.answer(RunConfig, read)
 
 
 @router.get("/runs/{run}/credit", response_model=RunCredit, summary="Show the credit")
@@ -128,13 +127,13 @@ async def get_credit(run: RunName, caller: Known) -> Response:
         run_id = find_run(client, run)
         return {"run": run_id, **dataclasses.asdict(credit(client, run_id))}
 
-    return await answer(caller, RunCredit, read)
+    return await caller.answer(RunCredit, read)
 
 
 @router.patch("/runs/{run}/config", response_model=Revised, summary="Revise the settings")
 async def patch_config(run: RunName, revision: Revision, caller: Admin) -> Response:
     """Change settings from a step on that is not planned yet. An equal revision changes nothing."""
-    return await answer(caller, Revised, lambda client: _revise(client, run, revision))
+    return await caller.answer(Revised, lambda client: _revise(client, run, revision))
 
 
 @router.post("/runs/{run}/pause", response_model=RunState, summary="Pause a run")
@@ -178,7 +177,7 @@ async def remove_run(run: RunName, caller: Admin) -> Response:
         done = delete_run(client, run)
         return {"deleted": [*done.runs], "num_trajectories": done.num_trajectories}
 
-    return await answer(caller, Deleted, delete)
+    return await caller.answer(Deleted, delete)
 
 
 def _runs_of(client: redis.Redis, key: ApiKey) -> list[RunId]:
@@ -203,4 +202,4 @@ async def _changed(
         facts = progress_facts(read_frontier(client, run_id))
         return {"run": run_id, "changed": is_changed, **facts}
 
-    return await answer(caller, RunState, changed)
+    return await caller.answer(RunState, changed)

@@ -9,7 +9,6 @@ from pydantic import BaseModel, Field
 from turnstream.http.problems import WIRE_VERSION
 from turnstream.store.client.replies import translating
 from turnstream.store.run.batchers import list_batchers
-from turnstream_server.gateway.rest.answers import answer
 from turnstream_server.gateway.rest.caller import Known, Train
 
 router = APIRouter(tags=["service"])
@@ -42,4 +41,4 @@ async def get_ping(caller: Known) -> Pong:
 @router.get("/batchers", response_model=Batchers, summary="List batchers")
 async def get_batchers(caller: Train) -> Response:
     """Return the addresses of all batchers; empty while none is registered."""
-    return await answer(caller, Batchers, lambda client: Batchers(batchers=list_batchers(client)))
+    return await caller.answer(Batchers, lambda client: Batchers(batchers=list_batchers(client)))

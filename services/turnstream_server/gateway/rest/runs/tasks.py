@@ -22,7 +22,6 @@ from turnstream.store.client.run_ids import find_run_async
 from turnstream.store.run.configs import read_config_async
 from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream.types import TrajectoryKey
-from turnstream_server.gateway.rest.answers import answer
 from turnstream_server.gateway.rest.bodies import (
     JSON,
     SmallBodyRoute,
@@ -76,7 +75,7 @@ async def post_prompts(request: Request, run: RunName, caller: Admin) -> Respons
     def add(client: Any) -> dict[str, Any]:
         return {"num_added": add_prompts(client, run, prompts, first=first)}
 
-    return await answer(caller, AddedPrompts, add)
+    return await caller.answer(AddedPrompts, add)
 
 
 def _parse_prompts(content: bytes) -> tuple[int | None, list[Prompt]]:
