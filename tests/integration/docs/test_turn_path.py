@@ -42,7 +42,7 @@ FOLDERS = {
 ARCHITECTURE = Path(__file__).parents[3] / "ARCHITECTURE.md"
 MAX_FILES = 40
 
-MAX_SERVER_FILES = 24
+MAX_SERVER_FILES = 18
 """Modules of the server that run during one request; each further one is one more to read."""
 
 

@@ -21,7 +21,7 @@ from turnstream_server.gateway.rest.ingest.publishers import (
     MAX_TOKEN_BYTES,
     MAX_TRAJECTORIES,
 )
-from turnstream_server.gateway.rest.ingest.requests import MAX_KEYS
+from turnstream_server.gateway.rest.ingest.routes import MAX_KEYS
 
 _PAGE = Path(__file__).parents[3] / "docs/http.md"
 _INGEST = _PAGE.read_text(encoding="utf-8").split("## REST: ingest\n")[1]

@@ -15,7 +15,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.store.run.runs import create_run
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.gateway.rest.ingest import writers
+from turnstream_server.gateway.rest.ingest import writes
 
 _CONFIG = BatchingConfig(batch_groups=8, mini_batch_groups=8)
 _FIRST = turn("ab", "CD", logprobs=-0.5)
@@ -24,7 +24,7 @@ _FIRST = turn("ab", "CD", logprobs=-0.5)
 def test_full_store_is_429_and_takes_the_turn_later(
     own_server: EmbeddedServer, own_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writers, "STORE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(writes, "STORE_TIMEOUT_S", 0.5)
     create_run(own_client, "run", _CONFIG)
     with GatewayThread(own_server.url) as gateway, IngestClient(gateway, "run") as ingest:
         ingest.turn(0, _FIRST)
@@ -43,7 +43,7 @@ def test_full_store_is_429_and_takes_the_turn_later(
 def test_killed_store_is_503_and_keeps_what_was_acknowledged(
     own_server: EmbeddedServer, own_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writers, "STORE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(writes, "STORE_TIMEOUT_S", 0.5)
     create_run(own_client, "run", _CONFIG)
     with GatewayThread(own_server.url) as gateway, IngestClient(gateway, "run") as ingest:
         ingest.turn(0, _FIRST)

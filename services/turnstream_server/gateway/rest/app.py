@@ -20,7 +20,7 @@ from turnstream_server.gateway.rest.bodies import JSON
 from turnstream_server.gateway.rest.caller import EntryApp, refuse_unknown_query
 from turnstream_server.gateway.rest.generators import route
 from turnstream_server.gateway.rest.ingest import rewards, routes
-from turnstream_server.gateway.rest.ingest.requests import add_ingest_state
+from turnstream_server.gateway.rest.ingest.routes import add_ingest_state
 from turnstream_server.gateway.rest.problems import (
     MEDIA_TYPE,
     Problem,

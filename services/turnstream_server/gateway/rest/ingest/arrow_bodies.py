@@ -14,9 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from turnstream.errors import InvalidTurnError, RecordError
-from turnstream.generator.encode.checks import checked_turn
-from turnstream.generator.encode.group_checks import checked_key, checked_opening
-from turnstream.types import GroupOpened, Purpose, TrajectoryKey, VersionRun
+from turnstream.types import TrajectoryKey
 from turnstream.types.names import quoted
 from turnstream_server.gateway.rest.bodies import MAX_TURNS, MAX_WRITES
 from turnstream_server.gateway.rest.ingest.arrow_columns import (
@@ -32,14 +30,19 @@ from turnstream_server.gateway.rest.ingest.arrow_columns import (
     check_schema,
 )
 from turnstream_server.gateway.rest.ingest.writes import (
+    Fields,
     Opening,
     Seal,
     Write,
     WrittenTurn,
     check_num_members,
     checked_items,
+    group_of,
+    key_of,
     named_fields,
     opening_of,
+    seal_of,
+    turn_of,
 )
 
 _END_OF_STREAM: Final = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -74,7 +77,7 @@ def parse_trajectories(body: bytes) -> list[Write]:
     members: dict[TrajectoryKey, list[_Row]] = {}
     for row in _rows(body, COLUMNS, required=REQUIRED, most=MAX_TURNS):
         with named_fields("rows", row.number):
-            members.setdefault(_key_of(row.values), []).append(row)
+            members.setdefault(key_of(row.values), []).append(row)
     _check_count("trajectories", len(members), most=MAX_WRITES)
     return [_write(item, key, rows) for item, (key, rows) in enumerate(members.items())]
 
@@ -96,32 +99,20 @@ def parse_groups(body: bytes) -> list[Opening]:
         RecordError, InvalidTurnError: as of `parse_trajectories`.
     """
     rows = [*_rows(body, GROUP_COLUMNS, required=REQUIRED_OF_GROUPS)]
-    check_num_members((values["num_samples"], values.get("samples")) for _, values in rows)
-    return checked_items(rows, _opening, place="rows")
-
-
-def _opening(_: int, values: Mapping[str, Any]) -> Opening:
-    return opening_of(_group(values), samples=values.get("samples"))
-
-
-def _key_of(values: Mapping[str, Any]) -> TrajectoryKey:
-    key = TrajectoryKey(values["group_id"], values["sample"], values.get("attempt") or 0)
-    return checked_key(key, num_samples=values.get("num_samples"))
+    check_num_members(values for _, values in rows)
+    return checked_items(rows, lambda _, values: opening_of(values), place="rows")
 
 
 def _write(item: int, key: TrajectoryKey, rows: Sequence[_Row]) -> Write:
-    turns: list[WrittenTurn] = []
-    for number, values in rows:
-        with named_fields("rows", number):
-            turns.append(_turn(values))
+    turns = checked_items(rows, lambda _, values: _turn(values), place="rows")
     number, values = rows[-1]
     with named_fields("rows", number):
-        group, seal = _group(values), _seal(values)
+        group, seal = group_of(values), _seal(values)
     return Write(item=item, key=key, group=group, first=0, turns=turns, seal=seal)
 
 
-def _turn_write(item: int, values: Mapping[str, Any]) -> Write:
-    key = _key_of(values)
+def _turn_write(item: int, values: Fields) -> Write:
+    key = key_of(values)
     if values["turn"] < 0:
         raise InvalidTurnError("turn", f"expected at least 0, got {values['turn']}")
     if not values.get("seal"):
@@ -131,54 +122,26 @@ def _turn_write(item: int, values: Mapping[str, Any]) -> Write:
     return Write(
         item=item,
         key=key,
-        group=None if values.get("num_samples") is None else _group(values),
+        group=None if values.get("num_samples") is None else group_of(values),
         first=values["turn"],
         turns=[_turn(values)],
         seal=_seal(values) if values.get("seal") else None,
     )
 
 
-def _group(values: Mapping[str, Any]) -> GroupOpened:
-    return checked_opening(
-        values["group_id"],
-        values["num_samples"],
-        values.get("prompt_uid") or "",
-        num_needed=values.get("num_needed"),
-        purpose=values.get("purpose") or Purpose.TRAIN,
-    )
+def _seal(values: Fields) -> Seal:
+    maps = {name: values[name] for name in _MAPS if values.get(name) is not None}
+    pairs = {name: _mapping(each, field=name) for name, each in maps.items()}
+    return seal_of({**values, **pairs})
 
 
-def _seal(values: Mapping[str, Any]) -> Seal:
-    fields = {name: values[name] for name in OF_SEALS if values.get(name) is not None}
-    for name in _MAPS:
-        if name in fields:
-            fields[name] = _mapping(fields[name], field=name)
-    return Seal(**fields).checked()
-
-
-def _turn(values: Mapping[str, Any]) -> WrittenTurn:
-    runs = [
-        VersionRun(run["version"], run["num_tokens"]) for run in values.get("version_runs") or ()
-    ]
+def _turn(values: Fields) -> WrittenTurn:
     extras = {
         name.removeprefix(EXTRA): value
         for name, value in values.items()
         if name.startswith(EXTRA) and value is not None
     }
-    turn = checked_turn(
-        values["prompt_ids"],
-        values["response_ids"],
-        logprobs=values.get("logprobs"),
-        loss_mask=values.get("loss_mask"),
-        token_weights=values.get("token_weights"),
-        rewards=values.get("rewards"),
-        reward=values.get("turn_reward"),
-        policy_version=values.get("policy_version"),
-        version_runs=runs,
-        anchor=values.get("anchor"),
-        allow_empty=values.get("allow_empty") or False,
-    )
-    return WrittenTurn(turn, extras or None)
+    return turn_of({**values, "reward": values.get("turn_reward")}, extras=extras or None)
 
 
 def _mapping(pairs: Sequence[tuple[str, Any]], *, field: str) -> dict[str, Any]:
@@ -198,6 +161,7 @@ def _rows(
             found = [_values(batch.column(name), name=name) for name in names]
             for values in zip(*found, strict=True):
                 row = _Row(next(numbers), dict(zip(names, values, strict=True)))
+                row.values["purpose"] = row.values.get("purpose") or None  # "" is no purpose
                 for name in required:
                     if row.values[name] is None:
                         raise InvalidTurnError(f"rows.{row.number}.{name}", "is null")

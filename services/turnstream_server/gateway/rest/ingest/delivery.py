@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import redis.asyncio
@@ -28,13 +28,16 @@ from turnstream.errors import (
 from turnstream.generator import AsyncReceipt
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
-from turnstream.store.client.scripts import Command, run_commands_async
+from turnstream.store.client.scripts import run_commands_async
 from turnstream.store.run.groups import OPEN_GROUP, group_size
-from turnstream.types import DeclaredColumn, GroupOpened, TrajectoryKey
+from turnstream.types import GroupOpened, TrajectoryKey
 from turnstream_server.gateway.rest.ingest.publishers import RunWriter, Slot, Slots
-from turnstream_server.gateway.rest.ingest.stored import StoredTrajectory, read_stored
-from turnstream_server.gateway.rest.ingest.writers import IngestPublisher, IngestWriter
-from turnstream_server.gateway.rest.ingest.writes import Write
+from turnstream_server.gateway.rest.ingest.stored import (
+    StoredTrajectory,
+    is_open_for,
+    read_stored,
+)
+from turnstream_server.gateway.rest.ingest.writes import IngestWriter, Opening, Write
 
 _PAUSE_AFTER_S: Final = 0.001
 """Time for the writes of one request, after which other requests have their turn."""
@@ -44,6 +47,45 @@ _MAX_READS: Final = 16
 
 _DECIDED_BY_STORE: Final = (ConflictError, FencedError, TurnGapError, StoreBehindError)
 """Errors that an out-of-date cache may have caused."""
+
+
+async def open_members(
+    client: redis.asyncio.Redis, run_writer: RunWriter, slots: Slots, openings: Iterable[Opening]
+) -> dict[GroupOpened, dict[TrajectoryKey, int] | TurnstreamError]:
+    """Open groups and their members, and return the lease epochs of the members by group.
+
+    A member that has ended, or belongs to another writer, has no epoch. A group that is not
+    admitted is a RejectedError with `retry_after_s`.
+    """
+    groups: dict[GroupOpened, dict[TrajectoryKey, None]] = {}
+    for group, members in openings:
+        groups.setdefault(group, {}).update(dict.fromkeys(members))
+    commands = [
+        OPEN_GROUP(
+            keys.run_keys(run_writer.run).of_open_group,
+            keys.encode_name(group.group_id),
+            group_size(group),
+            run_writer.writer,
+            encode_event(group),
+            *map(keys.trajectory_id, members),
+        )
+        for group, members in groups.items()
+    ]
+    replies = await run_commands_async(client, commands) if commands else []
+    opened: dict[GroupOpened, dict[TrajectoryKey, int] | TurnstreamError] = {}
+    for (group, members), reply in zip(groups.items(), replies, strict=True):
+        if isinstance(reply, RunNotFoundError):
+            raise reply
+        if isinstance(reply, TurnstreamError):
+            opened[group] = reply
+            continue
+        pairs = zip(members, reply, strict=True)
+        epochs = {key: epoch for key, epoch in pairs if isinstance(epoch, int)}
+        new = {key: epoch for key, epoch in epochs.items() if not slots[key].is_open}
+        for writer in run_writer.opened(group, new):
+            slots[writer.key].writer = writer
+        opened[group] = epochs
+    return opened
 
 
 class Outcome(NamedTuple):
@@ -74,7 +116,7 @@ class Delivery:
     """
 
     def __init__(self, run_writer: RunWriter, client: redis.asyncio.Redis, slots: Slots) -> None:
-        self._publisher = run_writer.publisher
+        self._run_writer = run_writer
         self._client = client
         self._slots = slots
         self._outcomes: dict[int, Outcome] = {}
@@ -95,23 +137,20 @@ class Delivery:
 
     async def _open_new(self, writes: Sequence[Write]) -> None:
         """Open the trajectories whose first turn is here, with one call per group."""
-        groups: dict[GroupOpened, dict[TrajectoryKey, None]] = {}
+        openings: list[Opening] = []
         seen: set[TrajectoryKey] = set()
         for write in writes:
-            is_first, writer = write.key not in seen, self._slots[write.key].writer
+            slot = self._slots[write.key]
+            if not slot.is_open:
+                slot.writer = None
+                if write.key not in seen and write.can_open:
+                    assert write.group is not None
+                    openings.append(Opening(write.group, [write.key]))
             seen.add(write.key)
-            if writer is not None and writer.error is not None:
-                writer = self._slots[write.key].writer = None
-            if is_first and writer is None and write.can_open:
-                assert write.group is not None
-                groups.setdefault(write.group, {})[write.key] = None
-        opened = await open_groups(self._client, self._publisher, groups)
-        for (group, members), found in zip(groups.items(), opened, strict=True):
-            if isinstance(found, TurnstreamError):
-                self._refused.update(dict.fromkeys(members, found))
-            else:
-                for writer in self._publisher.opened(group, found):
-                    self._slots[writer.key].writer = writer
+        opened = await open_members(self._client, self._run_writer, self._slots, openings)
+        for group, (key,) in openings:
+            if isinstance(error := opened[group], TurnstreamError):
+                self._refused[key] = error
 
     async def _send(self, writes: Sequence[Write]) -> list[_Sent]:
         """Hand all writes that follow the cached turns to the publisher; return their receipts."""
@@ -135,7 +174,8 @@ class Delivery:
             self._undecided.setdefault(write.key, []).append(write)
             return None
         try:
-            return _Sent(write, await put(writer, write), writer.num_turns)
+            _check_size(write, writer)
+            return _Sent(write, await _sent(writer, write), writer.num_turns)
         except RejectedError:
             self._undecided.setdefault(write.key, []).append(write)
         except TurnstreamError as error:
@@ -146,11 +186,15 @@ class Delivery:
         """Wait for the receipts; writes that an out-of-date cache may have spoilt are undecided."""
         failed: dict[TrajectoryKey, list[Write]] = {}
         for write, receipt, next_turn in sent:
-            error = await error_of(receipt)
-            if isinstance(error, _DECIDED_BY_STORE):
+            try:
+                if receipt is not None:
+                    await receipt
+            except _DECIDED_BY_STORE:
                 failed.setdefault(write.key, []).append(write)
+            except TurnstreamError as error:
+                self._outcomes[write.item] = Outcome(error)
             else:
-                self._outcomes[write.item] = Outcome(error, None if error else next_turn)
+                self._outcomes[write.item] = Outcome(None, next_turn)
         for key, writes in failed.items():
             self._undecided[key] = [*writes, *self._undecided.get(key, ())]
 
@@ -158,31 +202,28 @@ class Delivery:
         """Settle the undecided writes, several trajectories at the same time."""
         places = asyncio.Semaphore(_MAX_READS)
 
-        async def decide(key: TrajectoryKey, writes: Sequence[Write]) -> None:
+        async def decide(slot: Slot, writes: Sequence[Write]) -> None:
             async with places:
-                await self._decide_one(key, writes)
+                for write in writes:
+                    self._outcomes[write.item] = await self._decided(slot, write)
 
         async with asyncio.TaskGroup() as tasks:
             for key, writes in self._undecided.items():
-                tasks.create_task(decide(key, writes))
+                tasks.create_task(decide(self._slots[key], writes))
 
-    async def _decide_one(self, key: TrajectoryKey, writes: Sequence[Write]) -> None:
-        """Settle the writes of a trajectory, in order, from what the store has."""
-        slot = self._slots[key]
-        for write in writes:
-            next_turn = None
-            try:
-                stored = await self._read(slot, write)
-                next_turn = len(stored.turns)
-                next_turn = await self._write(slot.writer, stored, write)
-            except TurnstreamError as error:
-                self._outcomes[write.item] = Outcome(error, next_turn)
-            else:
-                self._outcomes[write.item] = Outcome(None, next_turn)
+    async def _decided(self, slot: Slot, write: Write) -> Outcome:
+        """Return the outcome of a write of a trajectory, from what the store has."""
+        next_turn = None
+        try:
+            stored = await self._read(slot, write)
+            next_turn = len(stored.turns)
+            return Outcome(None, await self._write(slot.writer, stored, write))
+        except TurnstreamError as error:
+            return Outcome(error, next_turn)
 
     async def _read(self, slot: Slot, write: Write) -> StoredTrajectory:
         """Return what the store has of a trajectory, which is adopted if it is open."""
-        run = self._publisher.run
+        run = self._run_writer.run
         stored = await read_stored(self._client, run, slot.key)
         if slot.writer is not None and not self._is_current(slot.writer, stored):
             slot.drop()
@@ -191,22 +232,20 @@ class Delivery:
             stored = await read_stored(self._client, run, slot.key)
         if stored.is_known:
             return stored
-        if (refused := self._refused.get(slot.key)) is not None:
-            raise refused
-        raise _not_open(write)
+        raise self._refused.get(slot.key) or _not_open(write)
 
     def _is_current(self, writer: IngestWriter, stored: StoredTrajectory) -> bool:
         """Whether a cached writer is up to date: no other gateway or writer has written since."""
         is_usable = writer.error is None and not writer.has_ended
         is_same = writer.num_turns == len(stored.turns)
-        return is_usable and is_same and stored.is_open_for(self._publisher.writer)
+        return is_usable and is_same and is_open_for(stored.entry, self._run_writer.writer)
 
     async def _adopted(self, key: TrajectoryKey) -> IngestWriter | None:
         """Return the writer of an open trajectory; None if it ended in between."""
         try:
-            return await self._publisher.adopt_key(key)
+            return await self._run_writer.adopt_key(key)
         except ConflictError as error:
-            stored = await read_stored(self._client, self._publisher.run, key)
+            stored = await read_stored(self._client, self._run_writer.run, key)
             if error.retry_after_s is not None or stored.is_open:
                 raise
             return None
@@ -215,11 +254,11 @@ class Delivery:
         self, writer: IngestWriter | None, stored: StoredTrajectory, write: Write
     ) -> int:
         """Carry out the part of a write that is not stored; return the index of the next turn."""
+        num_turns = len(stored.turns)
         if write.abandon_reason is not None and stored.is_abandoned:
-            return len(stored.turns)
+            return num_turns
         if writer is not None:
             _check_size(write, writer)
-        num_turns = len(stored.turns)
         if write.first is not None and write.first > num_turns:
             if writer is None:
                 raise stored.ended(f"turn {write.first}")
@@ -227,87 +266,24 @@ class Delivery:
                 f"turn {write.first} of {write.key.readable_name} does not follow: the next turn "
                 f"is turn {num_turns}"
             )
-        declared = await self._publisher.columns()
+        declared = await self._run_writer.columns()
         num_known = stored.check_same(write, declared)
-        _check_place_of_seal(stored, write)
         if writer is not None:
-            await _send_rest(writer, write, num_known)
+            if (receipt := await _sent(writer, write, num_known=num_known)) is not None:
+                await receipt
             num_turns = writer.num_turns
         elif num_known < len(write.turns):
             raise stored.ended(f"turn {num_turns}")
         else:
-            _check_same_end(stored, write, declared)
+            stored.check_same_end(write, declared)
         return num_turns if write.first is None else write.first + len(write.turns)
 
 
-async def open_groups(
-    client: redis.asyncio.Redis,
-    publisher: IngestPublisher,
-    groups: dict[GroupOpened, dict[TrajectoryKey, None]],
-) -> list[dict[TrajectoryKey, int] | TurnstreamError]:
-    """Open groups, and these members of them; return the lease epochs of the members by group.
+async def _sent(writer: IngestWriter, write: Write, *, num_known: int = 0) -> AsyncReceipt | None:
+    """Hand a write without its first turns to the publisher; return the receipt of its last part.
 
-    A member that has ended, or belongs to another writer, has no epoch. A group that is not
-    admitted is a RejectedError with `retry_after_s`.
+    The parts of a trajectory are acknowledged in order. There is no receipt if there is no part.
     """
-    if not groups:
-        return []
-    commands = [_open_command(publisher, group, members) for group, members in groups.items()]
-    replies = await run_commands_async(client, commands)
-    found: list[dict[TrajectoryKey, int] | TurnstreamError] = []
-    for members, reply in zip(groups.values(), replies, strict=True):
-        if isinstance(reply, RunNotFoundError):
-            raise reply
-        if isinstance(reply, TurnstreamError):
-            found.append(reply)
-            continue
-        epochs = zip(members, reply, strict=True)
-        found.append({key: epoch for key, epoch in epochs if isinstance(epoch, int)})
-    return found
-
-
-def _open_command(
-    publisher: IngestPublisher, group: GroupOpened, members: dict[TrajectoryKey, None]
-) -> Command:
-    return OPEN_GROUP(
-        keys.run_keys(publisher.run).of_open_group,
-        keys.encode_name(group.group_id),
-        group_size(group),
-        publisher.writer,
-        encode_event(group),
-        *[keys.trajectory_id(key) for key in members],
-    )
-
-
-async def put(writer: IngestWriter, write: Write) -> AsyncReceipt | None:
-    """Hand a write to the publisher; return the receipt of its last part, None without a part.
-
-    The parts of a trajectory are acknowledged in order.
-    """
-    _check_size(write, writer)
-    return await _send_rest_unawaited(writer, write, 0)
-
-
-async def error_of(receipt: AsyncReceipt | None) -> TurnstreamError | None:
-    """Return the error of a write, once it is acknowledged or has failed; None without one."""
-    if receipt is None:
-        return None
-    try:
-        await receipt
-    except TurnstreamError as error:
-        return error
-    return None
-
-
-async def _send_rest(writer: IngestWriter, write: Write, num_known: int) -> None:
-    """Send a write without its first turns, and wait until the store has it."""
-    if (error := await error_of(await _send_rest_unawaited(writer, write, num_known))) is not None:
-        raise error
-
-
-async def _send_rest_unawaited(
-    writer: IngestWriter, write: Write, num_known: int
-) -> AsyncReceipt | None:
     receipt: AsyncReceipt | None = None
     for number, turn in enumerate(write.turns[num_known:], num_known + 1):
         is_last = write.state != "open" and number == len(write.turns)
@@ -317,30 +293,6 @@ async def _send_rest_unawaited(
     elif write.abandon_reason is not None:
         receipt = writer.abandon(write.abandon_reason)
     return receipt
-
-
-def _check_same_end(
-    stored: StoredTrajectory, write: Write, declared: Sequence[DeclaredColumn]
-) -> None:
-    """Refuse an end that a finished trajectory does not have, or a renewal of its lease."""
-    if write.seal is not None:
-        stored.check_same_seal(write, declared)
-    elif write.abandon_reason is not None:
-        raise stored.ended("its abandonment")
-    elif not write.turns:
-        raise stored.ended("a renewal of its lease")
-
-
-def _check_place_of_seal(stored: StoredTrajectory, write: Write) -> None:
-    """Refuse a seal after an earlier turn than the last stored one."""
-    if write.seal is None or write.first is None:
-        return
-    num_turns = write.first + len(write.turns)
-    if num_turns < len(stored.turns):
-        raise ConflictError(
-            f"{write.key.readable_name} has {len(stored.turns)} turns, and the seal comes after "
-            f"{num_turns}"
-        )
 
 
 def _follows(write: Write, writer: IngestWriter) -> bool:

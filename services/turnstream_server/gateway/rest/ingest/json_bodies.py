@@ -26,20 +26,23 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from turnstream.errors import InvalidTurnError
-from turnstream.generator.encode.checks import checked_turn
-from turnstream.generator.encode.group_checks import checked_key, checked_opening, require_turns
-from turnstream.types import GroupOpened, Purpose, Status, TrajectoryKey, VersionRun
+from turnstream.generator.encode.group_checks import require_turns
+from turnstream.types import Purpose, Status
 from turnstream.types.names import quoted
 from turnstream_server.gateway.rest.bodies import MAX_TURNS, MAX_WRITES, Part, parse_body
 from turnstream_server.gateway.rest.ingest.writes import (
+    Fields,
     Opening,
-    Seal,
     Write,
     WrittenTurn,
     check_num_members,
     checked_items,
+    group_of,
+    key_of,
     named_fields,
     opening_of,
+    seal_of,
+    turn_of,
 )
 
 
@@ -129,24 +132,6 @@ class TurnFields(Part):
     )
     allow_empty: StrictBool = Field(False, description="Accept a response without tokens.")
 
-    def checked(self) -> WrittenTurn:
-        """Return the turn with checked arrays; InvalidTurnError names a wrong field."""
-        runs = [VersionRun(run.version, run.num_tokens) for run in self.version_runs]
-        turn = checked_turn(
-            self.prompt_ids,
-            self.response_ids,
-            logprobs=self.logprobs,
-            loss_mask=self.loss_mask,
-            token_weights=self.token_weights,
-            rewards=self.rewards,
-            reward=self.reward,
-            policy_version=self.policy_version,
-            version_runs=runs,
-            anchor=self.anchor,
-            allow_empty=self.allow_empty,
-        )
-        return WrittenTurn(turn, self.extras)
-
 
 class SealFields(Part):
     """The end of a trajectory. The fields are those of `TrajectoryWriter.seal`."""
@@ -162,10 +147,6 @@ class SealFields(Part):
     tags: _Texts = Field(None, description="Labels, at most 64.")
     metrics: _Numbers = Field(None, description="Finite numbers, at most 64.")
     awaits_reward: StrictBool = Field(False, description="The reward will be posted later.")
-
-    def seal(self) -> Seal:
-        """Return the checked seal; InvalidTurnError names a wrong field."""
-        return Seal(**{name: getattr(self, name) for name in SealFields.model_fields}).checked()
 
 
 class AbandonFields(Part):
@@ -192,15 +173,6 @@ class _OfGroup(Part):
         json_schema_extra={"enum": [each.value for each in Purpose]},
     )
 
-    def _opened(self, num_samples: int) -> GroupOpened:
-        return checked_opening(
-            self.group_id,
-            num_samples,
-            self.prompt_uid,
-            num_needed=self.num_needed,
-            purpose=self.purpose,
-        )
-
 
 _Samples = Annotated[
     Any, WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}})
@@ -217,23 +189,10 @@ class GroupFields(_OfGroup):
         "writer opens here is opened by its first turn, by any writer.",
     )
 
-    def opening(self) -> Opening:
-        """Return the checked opening; InvalidTurnError names a wrong field."""
-        group = self._opened(self.num_samples)
-        if not isinstance(self.samples, list | None):
-            raise InvalidTurnError(
-                "samples", f"expected a list of numbers, got {quoted(self.samples)}"
-            )
-        return opening_of(group, samples=self.samples)
-
 
 class _OfTrajectory(_OfGroup):
     sample: StrictInt = Field(ge=0, description="From 0 to num_samples - 1.")
     attempt: StrictInt = Field(0, ge=0, description="Number of the retry of an abandoned sample.")
-
-    def _key(self, num_samples: int | None) -> TrajectoryKey:
-        key = TrajectoryKey(self.group_id, self.sample, self.attempt)
-        return checked_key(key, num_samples=num_samples)
 
 
 class TurnItem(_OfTrajectory, TurnFields):
@@ -251,37 +210,6 @@ class TurnItem(_OfTrajectory, TurnFields):
     seal: SealFields | None = Field(None, description="Ends the trajectory after the turn.")
     abandon: AbandonFields | None = Field(None, description="Abandons it after the turn.")
 
-    def write(self, item: int) -> Write:
-        """Return the checked write of this item; InvalidTurnError names a wrong field."""
-        key = self._key(self.num_samples)
-        if self.seal is not None and self.abandon is not None:
-            raise InvalidTurnError("abandon", "is present, and so is seal: a trajectory ends once")
-        turns = self._turns()
-        seal = None
-        if self.seal is not None:
-            with named_fields("seal"):
-                seal = self.seal.seal()
-        return Write(
-            item=item,
-            key=key,
-            group=None if self.num_samples is None else self._opened(self.num_samples),
-            first=self.turn if turns else None,
-            turns=turns,
-            seal=seal,
-            abandon_reason=None if self.abandon is None else self.abandon.reason,
-        )
-
-    def _turns(self) -> Sequence[WrittenTurn]:
-        names = ("turn", *TurnFields.model_fields)
-        given = {name: getattr(self, name) for name in names}
-        given["version_runs"] = self.version_runs or None
-        given["allow_empty"] = self.allow_empty or None
-        present = [name for name, value in given.items() if value is not None]
-        for name in ("turn", "prompt_ids", "response_ids"):
-            if present and given[name] is None:
-                raise InvalidTurnError(name, f"is missing, and the item has {', '.join(present)}")
-        return (self.checked(),) if present else ()
-
 
 class TrajectoryItem(_OfTrajectory, SealFields):
     """A whole trajectory: all of its turns, and its end."""
@@ -290,18 +218,6 @@ class TrajectoryItem(_OfTrajectory, SealFields):
     turns: Annotated[list[TurnFields], FailFast()] = Field(
         description="In the order of sampling. Only a trajectory with status error may have none."
     )
-
-    def write(self, item: int) -> Write:
-        """Return the checked write of this item; InvalidTurnError names a wrong field."""
-        key = self._key(self.num_samples)
-        turns: list[WrittenTurn] = []
-        for number, turn in enumerate(self.turns):
-            with named_fields("turns", number):
-                turns.append(turn.checked())
-        seal = self.seal()
-        require_turns(len(turns), Status(seal.status))
-        group = self._opened(self.num_samples)
-        return Write(item=item, key=key, group=group, first=0, turns=turns, seal=seal)
 
 
 class GroupsBody(Part):
@@ -337,18 +253,70 @@ class TrajectoriesBody(Part):
 
 def parse_groups(body: bytes) -> list[Opening]:
     """Return a group to open per item; errors as of `parse_body`."""
-    items = parse_body(body, GroupsBody).items
-    check_num_members((each.num_samples, each.samples) for each in items)
-    return checked_items(enumerate(items), lambda _, item: item.opening())
+    items = [vars(each) for each in parse_body(body, GroupsBody).items]
+    check_num_members(items)
+    return checked_items(enumerate(items), _opening)
 
 
 def parse_turns(body: bytes) -> list[Write]:
     """Return a write per turn; errors as of `parse_body`."""
-    items = parse_body(body, TurnsBody).items
-    return checked_items(enumerate(items), lambda number, item: item.write(number))
+    return checked_items(enumerate(parse_body(body, TurnsBody).items), _turn_write)
 
 
 def parse_trajectories(body: bytes) -> list[Write]:
     """Return a write per trajectory; errors as of `parse_body`."""
-    items = parse_body(body, TrajectoriesBody).items
-    return checked_items(enumerate(items), lambda number, item: item.write(number))
+    return checked_items(enumerate(parse_body(body, TrajectoriesBody).items), _write)
+
+
+def _opening(_: int, fields: Fields) -> Opening:
+    samples = fields["samples"]
+    if not isinstance(samples, list | None):
+        raise InvalidTurnError("samples", f"expected a list of numbers, got {quoted(samples)}")
+    return opening_of(fields)
+
+
+def _turn_write(number: int, item: TurnItem) -> Write:
+    key = key_of(vars(item))
+    if item.seal is not None and item.abandon is not None:
+        raise InvalidTurnError("abandon", "is present, and so is seal: a trajectory ends once")
+    turns = _turns(item)
+    seal = None
+    if item.seal is not None:
+        with named_fields("seal"):
+            seal = seal_of(vars(item.seal))
+    return Write(
+        item=number,
+        key=key,
+        group=None if item.num_samples is None else group_of(vars(item)),
+        first=item.turn if turns else None,
+        turns=turns,
+        seal=seal,
+        abandon_reason=None if item.abandon is None else item.abandon.reason,
+    )
+
+
+def _turns(item: TurnItem) -> Sequence[WrittenTurn]:
+    """Return the turn of an item, if it has any field of one."""
+    names = ("turn", *TurnFields.model_fields)
+    given = {name: getattr(item, name) for name in names}
+    given["version_runs"] = item.version_runs or None
+    given["allow_empty"] = item.allow_empty or None
+    present = [name for name, value in given.items() if value is not None]
+    for name in ("turn", "prompt_ids", "response_ids"):
+        if present and given[name] is None:
+            raise InvalidTurnError(name, f"is missing, and the item has {', '.join(present)}")
+    return (_turn(item),) if present else ()
+
+
+def _turn(fields: TurnFields) -> WrittenTurn:
+    runs = [vars(each) for each in fields.version_runs]
+    return turn_of({**vars(fields), "version_runs": runs}, extras=fields.extras)
+
+
+def _write(number: int, item: TrajectoryItem) -> Write:
+    key = key_of(vars(item))
+    turns = checked_items(enumerate(item.turns), lambda _, each: _turn(each), place="turns")
+    seal = seal_of(vars(item))
+    require_turns(len(turns), Status(seal.status))
+    group = group_of(vars(item))
+    return Write(item=number, key=key, group=group, first=0, turns=turns, seal=seal)

@@ -12,19 +12,21 @@ import asyncio
 import contextlib
 import heapq
 import logging
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import Final
 
 import redis.asyncio
 
 from turnstream.errors import RejectedError, TurnstreamError
+from turnstream.generator import AsyncPublisher
 from turnstream.store.client.cancellation import cancel_all
 from turnstream.store.client.run_ids import find_run_async, is_id
 from turnstream.store.run.configs import read_config_async
-from turnstream.types import TrajectoryKey
+from turnstream.types import DeclaredColumn, GroupOpened, TrajectoryKey
 from turnstream.types.names import RunId
-from turnstream_server.gateway.rest.ingest.writers import IngestPublisher, IngestWriter
+from turnstream_server.gateway.rest.ingest import writes
+from turnstream_server.gateway.rest.ingest.writes import IngestWriter
 from turnstream_server.loops import repeat
 
 MAX_PUBLISHERS: Final = 512
@@ -35,6 +37,9 @@ MAX_TRAJECTORIES: Final = 16_384
 
 MAX_TOKEN_BYTES: Final = 512 << 20
 """Bytes of their tokens."""
+
+_MAX_KEPT_BYTES: Final = 16 << 20
+"""Bytes that each of many publishers keeps for a restart of the store."""
 
 _SWEEPS_PER_LEASE: Final = 4
 _LONGEST_PAUSE_S: Final = 5.0
@@ -52,17 +57,20 @@ class Slot:
         lock: held by the request that writes it.
         writer: its writer; None while it is not open here.
         used_s: time of the last request that named it.
-        num_bytes: bytes that it counts for.
     """
 
-    __slots__ = ("key", "lock", "num_bytes", "used_s", "writer")
+    __slots__ = ("key", "lock", "used_s", "writer")
 
     def __init__(self, key: TrajectoryKey) -> None:
         self.key = key
         self.lock = asyncio.Lock()
         self.writer: IngestWriter | None = None
         self.used_s = 0.0
-        self.num_bytes = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a writer is here that takes writes."""
+        return self.writer is not None and self.writer.error is None
 
     def drop(self) -> None:
         """Drop the writer without an end; its lease expires in the store."""
@@ -74,29 +82,69 @@ class Slot:
 Slots = dict[TrajectoryKey, Slot]
 
 
-class RunWriter:
-    """One writer name in one run: its publisher, and its open trajectories.
+class RunWriter(AsyncPublisher):
+    """The publisher of one writer name in one run, with its open trajectories.
 
-    Args:
-        publisher: its publisher.
-        lease_s: length of a lease of the run.
-        is_shared: no client named itself, so that each trajectory is a client of its own.
+    An admission never waits here.
 
     Attributes:
+        lease_s: length of a lease of the run.
+        is_shared: no client named itself, so that each trajectory is a client of its own.
         slots: its trajectories.
-        recent: the open ones among them, those that were named last at the end.
+        recent: the open ones among them with the bytes of their tokens, the last named at the end.
+        num_bytes: sum of these bytes.
         num_active: requests that use it.
         used_s: time of the last request.
     """
 
-    def __init__(self, publisher: IngestPublisher, *, lease_s: float, is_shared: bool) -> None:
-        self.publisher = publisher
+    _writer_kind = IngestWriter
+
+    def __init__(self, url: str, run: str, *, writer: str, lease_s: float, is_shared: bool) -> None:
+        super().__init__(
+            url,
+            run,
+            writer=writer,
+            timeout_s=writes.STORE_TIMEOUT_S,
+            admission_timeout_s=0,
+            max_kept_bytes=_MAX_KEPT_BYTES,
+        )
         self.lease_s = lease_s
         self.is_shared = is_shared
-        self.slots: dict[TrajectoryKey, Slot] = {}
-        self.recent: OrderedDict[Slot, None] = OrderedDict()
+        self.slots: Slots = {}
+        self.recent: dict[Slot, int] = {}
+        self.num_bytes = 0
         self.num_active = 0
         self.used_s = 0.0
+
+    @property
+    def run(self) -> str:
+        """Return the id of the run."""
+        return self._outbox.run
+
+    @property
+    def writer(self) -> str:
+        """Return the name of the writer, as leases have it."""
+        return self._outbox.writer
+
+    def opened(self, group: GroupOpened, epochs: Mapping[TrajectoryKey, int]) -> list[IngestWriter]:
+        """Return the writers of trajectories that the store has opened with these epochs."""
+        queues = self._sender.put(
+            lambda: self._outbox.admissions.begin_opened(group, epochs, now_s=time.monotonic())
+        )
+        return [
+            IngestWriter(self._sender, self._outbox, group, queue.key, queue) for queue in queues
+        ]
+
+    async def adopt_key(self, key: TrajectoryKey) -> IngestWriter:
+        """Return the writer of an open trajectory; errors as of `Publisher.adopt`."""
+        writer = await self._adopt(key)
+        assert isinstance(writer, IngestWriter)
+        writer.count_stored()
+        return writer
+
+    async def columns(self) -> tuple[DeclaredColumn, ...]:
+        """Return the extra columns that the run declares."""
+        return await self._sender.learn_columns()
 
     @contextlib.asynccontextmanager
     async def locked(self, keys: Iterable[TrajectoryKey]) -> AsyncIterator[Slots]:
@@ -119,88 +167,47 @@ class RunWriter:
                 return slot
             slot.lock.release()  # it was removed while this request waited
 
-    def remove(self, slot: Slot) -> None:
-        """Remove the place of a trajectory; the next request that names it makes a new one."""
+    def keep(self, slot: Slot) -> None:
+        """Count a trajectory that a request has named; remove one that is not open."""
+        slot.used_s = _now_s()
+        self.num_bytes -= self.recent.pop(slot, 0)
+        writer = slot.writer
+        if writer is not None and slot.is_open and not writer.has_ended:
+            self.recent[slot] = writer.num_bytes
+            self.num_bytes += writer.num_bytes
+        else:
+            slot.writer = None
+            self._remove(slot)
+
+    def drop(self, slot: Slot) -> None:
+        """Drop a trajectory without an end: its lease expires in the store."""
+        slot.drop()
+        self.num_bytes -= self.recent.pop(slot, 0)
+        self._remove(slot)
+
+    def drop_silent(self, now_s: float) -> None:
+        """Drop the trajectories that no request has named for a lease."""
+        for slot in list(self.slots.values()):
+            if not slot.lock.locked() and now_s - slot.used_s > self.lease_s:
+                self.drop(slot)
+
+    def oldest(self) -> Iterator[tuple[float, int, RunWriter, Slot]]:
+        """Yield the trajectories that may be dropped, the most silent first.
+
+        Every request of a named writer renews all of them, as their leases.
+        """
+        for slot in list(self.recent):
+            if not slot.lock.locked():
+                yield slot.used_s if self.is_shared else self.used_s, id(slot), self, slot
+
+    def _remove(self, slot: Slot) -> None:
+        """Remove a place; the next request that names the trajectory makes a new one."""
         if self.slots.get(slot.key) is slot:
             del self.slots[slot.key]
 
-    def renewed_s(self, slot: Slot) -> float:
-        """Return the time at which the client of a trajectory was last not silent.
 
-        Every request of a named writer counts, as for its leases.
-        """
-        return slot.used_s if self.is_shared else self.used_s
-
-    def silent(self, *, now_s: float) -> list[Slot]:
-        """Return the trajectories that no request has named for a lease."""
-        return [
-            slot
-            for slot in self.slots.values()
-            if not slot.lock.locked() and now_s - slot.used_s > self.lease_s
-        ]
-
-
-class Places:
-    """The writers and open trajectories of one owner of keys. No other owner can take a place.
-
-    Attributes:
-        writers: the writers by run and name.
-        num_open: open trajectories.
-        num_bytes: bytes that they count for.
-    """
-
-    def __init__(self) -> None:
-        self.writers: dict[tuple[str, str], RunWriter] = {}
-        self.num_open = 0
-        self.num_bytes = 0
-
-    def keep(self, run_writer: RunWriter, slots: Iterable[Slot], *, now_s: float) -> None:
-        """Keep the open trajectories of a request, and drop those whose clients are most silent."""
-        for slot in slots:
-            slot.used_s = now_s
-            writer = slot.writer
-            self._forget(run_writer, slot)
-            if writer is None or writer.has_ended or writer.error is not None:
-                slot.writer = None
-                run_writer.remove(slot)
-            else:
-                run_writer.recent[slot] = None
-                slot.num_bytes = writer.num_bytes
-                self.num_open += 1
-                self.num_bytes += slot.num_bytes
-        if self._is_full:
-            self._evict()
-
-    def drop(self, run_writer: RunWriter, slots: Sequence[Slot]) -> None:
-        """Drop trajectories without an end: their leases expire in the store."""
-        for slot in slots:
-            slot.drop()
-            self._forget(run_writer, slot)
-            run_writer.remove(slot)
-
-    def forget(self, closed: RunWriter) -> None:
-        """Free the places of a writer that is closed."""
-        for slot in list(closed.slots.values()):
-            self._forget(closed, slot)
-        closed.slots.clear()
-
-    def _evict(self) -> None:
-        queues = [_oldest(each) for each in self.writers.values()]
-        for _, _, run_writer, slot in heapq.merge(*queues):
-            if not self._is_full:
-                return
-            self.drop(run_writer, [slot])
-
-    @property
-    def _is_full(self) -> bool:
-        return self.num_open > MAX_TRAJECTORIES or self.num_bytes > MAX_TOKEN_BYTES
-
-    def _forget(self, run_writer: RunWriter, slot: Slot) -> None:
-        if slot in run_writer.recent:
-            del run_writer.recent[slot]
-            self.num_open -= 1
-            self.num_bytes -= slot.num_bytes
-            slot.num_bytes = 0
+RunWriters = dict[tuple[str, str], RunWriter]
+"""The writers of one owner, by run and name."""
 
 
 class Publishers:
@@ -214,22 +221,18 @@ class Publishers:
     def __init__(self, url: str, client: redis.asyncio.Redis) -> None:
         self._url = url
         self._client = client
-        self._places: dict[str, Places] = {}
+        self._writers: dict[str, RunWriters] = {}
         self._run_ids: dict[str, tuple[float, RunId]] = {}
         self._sweeping: asyncio.Task[None] | None = None
         self._is_closed = False
 
     @contextlib.asynccontextmanager
     async def borrow(
-        self, run: str, writer: str, *, owner: str, is_shared: bool
-    ) -> AsyncIterator[RunWriter]:
-        """Yield the writer of a name in the run that has this name now.
+        self, run: str, writer: str, keys: Iterable[TrajectoryKey], *, owner: str, is_shared: bool
+    ) -> AsyncIterator[tuple[RunWriter, Slots]]:
+        """Yield a writer of the run that has this name now, and the locked places of trajectories.
 
-        Args:
-            run: name of the run.
-            writer: name of the writer.
-            owner: owner of the key: its writers are its own, as those of another process.
-            is_shared: see `RunWriter`.
+        The writers of an owner are its own, as those of another process.
 
         Raises:
             RunNotFoundError: no such run.
@@ -240,47 +243,45 @@ class Publishers:
         run_writer.num_active += 1
         run_writer.used_s = _now_s()
         try:
-            yield run_writer
+            async with run_writer.locked(keys) as slots:
+                try:
+                    yield run_writer, slots
+                finally:
+                    for slot in slots.values():
+                        run_writer.keep(slot)
+                    _evict(self._writers.get(owner, {}))
         finally:
             run_writer.num_active -= 1
             run_writer.used_s = _now_s()
-
-    def keep(self, run_writer: RunWriter, slots: Iterable[Slot], *, owner: str) -> None:
-        """Keep the open trajectories of a request; see `Places.keep`."""
-        self._of(owner).keep(run_writer, slots, now_s=_now_s())
 
     async def close(self) -> None:
         """Send accepted writes, and close all publishers; trajectories stay open in the store."""
         self._is_closed = True
         if self._sweeping is not None:
             await cancel_all([self._sweeping])
-        closing, self._places = self._places, {}
-        for places in closing.values():
-            for each in list(places.writers.values()):
-                await _close(places, each)
-
-    def _of(self, owner: str) -> Places:
-        return self._places.setdefault(owner, Places())
+        closing, self._writers = self._writers, {}
+        for writers in closing.values():
+            for each in list(writers.values()):
+                await _close(each)
 
     async def _found(self, run: str, writer: str, *, owner: str, is_shared: bool) -> RunWriter:
         run_id = await self._id_of(run)
         name = (run_id, writer)
-        if (found := self._of(owner).writers.get(name)) is not None:
+        if (found := self._writers.get(owner, {}).get(name)) is not None:
             return found
         _, config = await read_config_async(self._client, run_id)
-        if len(self._of(owner).writers) >= MAX_PUBLISHERS:
-            await _close_oldest(self._of(owner))
-        places = self._of(owner)
-        found = places.writers.get(name)
-        if found is None:
-            publisher = IngestPublisher(self._url, run_id, writer=writer)
-            found = RunWriter(publisher, lease_s=config.lease_s, is_shared=is_shared)
-            places.writers[name] = found
+        if len(writers := self._writers.get(owner, {})) >= MAX_PUBLISHERS:
+            await _close_oldest(writers)
+        writers = self._writers.setdefault(owner, {})
+        if name not in writers:
+            writers[name] = RunWriter(
+                self._url, run_id, writer=writer, lease_s=config.lease_s, is_shared=is_shared
+            )
         if self._sweeping is None and not self._is_closed:
             self._sweeping = asyncio.create_task(
                 repeat(self._sweep, what="silent writers are not dropped"), name="silent-writers"
             )
-        return found
+        return writers[name]
 
     async def _id_of(self, run: str) -> RunId:
         """Return the id of the run that has this name, or had it a second ago."""
@@ -296,47 +297,52 @@ class Publishers:
 
     async def _sweep(self) -> None:
         """Wait for a while, and drop the trajectories of silent clients."""
-        every = [each for places in self._places.values() for each in places.writers.values()]
-        shortest_s = min([each.lease_s for each in every], default=60.0)
+        leases_s = [each.lease_s for some in self._writers.values() for each in some.values()]
+        shortest_s = min(leases_s, default=60.0)
         await asyncio.sleep(min(_LONGEST_PAUSE_S, shortest_s / _SWEEPS_PER_LEASE))
-        for owner, places in list(self._places.items()):
-            await _drop_silent(places, _now_s())
-            if not places.writers:
-                self._places.pop(owner, None)
+        for owner, writers in list(self._writers.items()):
+            await _drop_silent(writers, _now_s())
+            if not writers:
+                self._writers.pop(owner, None)
 
 
-def _oldest(run_writer: RunWriter) -> Iterator[tuple[float, int, RunWriter, Slot]]:
-    """Yield the trajectories of a writer that may be dropped, the most silent first."""
-    for slot in list(run_writer.recent):
-        if not slot.lock.locked():
-            yield run_writer.renewed_s(slot), id(slot), run_writer, slot
+def _evict(writers: RunWriters) -> None:
+    """Drop trajectories of one owner that has too many, those whose clients are most silent."""
+    num_open = sum(len(each.recent) for each in writers.values())
+    num_bytes = sum(each.num_bytes for each in writers.values())
+    if num_open <= MAX_TRAJECTORIES and num_bytes <= MAX_TOKEN_BYTES:
+        return
+    for _, _, run_writer, slot in heapq.merge(*[each.oldest() for each in writers.values()]):
+        if num_open <= MAX_TRAJECTORIES and num_bytes <= MAX_TOKEN_BYTES:
+            return
+        num_open, num_bytes = num_open - 1, num_bytes - run_writer.recent[slot]
+        run_writer.drop(slot)
 
 
-async def _drop_silent(places: Places, now_s: float) -> None:
-    for name, each in list(places.writers.items()):
+async def _drop_silent(writers: RunWriters, now_s: float) -> None:
+    for name, each in list(writers.items()):
         if each.num_active:
             continue
         if now_s - each.used_s > each.lease_s:
-            del places.writers[name]
-            await _close(places, each)
+            del writers[name]
+            await _close(each)
         elif each.is_shared:
-            places.drop(each, each.silent(now_s=now_s))
+            each.drop_silent(now_s)
 
 
-async def _close_oldest(places: Places) -> None:
-    idle = [(each.used_s, name) for name, each in places.writers.items() if not each.num_active]
+async def _close_oldest(writers: RunWriters) -> None:
+    idle = [(each.used_s, name) for name, each in writers.items() if not each.num_active]
     if not idle:
         text = f"all {MAX_PUBLISHERS} writers that a key may have in the gateway are active"
         raise RejectedError(text, 1.0)
-    await _close(places, places.writers.pop(min(idle)[1]))
+    await _close(writers.pop(min(idle)[1]))
 
 
-async def _close(places: Places, closing: RunWriter) -> None:
-    places.forget(closing)
+async def _close(closing: RunWriter) -> None:
     try:
-        await closing.publisher.close(_CLOSE_S)
+        await closing.close(_CLOSE_S)
     except TurnstreamError as error:
-        logger.warning("run %s: %s", closing.publisher.run, error)
+        logger.warning("run %s: %s", closing.run, error)
 
 
 def _now_s() -> float:

@@ -1,33 +1,14 @@
-"""Results of requests with several items: one per item, and the status of the response."""
+"""Bodies and results of requests with several items, as the OpenAPI document shows them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
-import redis.asyncio
-from fastapi.responses import Response
 from pydantic import BaseModel, Field
 
-from turnstream.errors import (
-    ConflictError,
-    InvalidTurnError,
-    RejectedError,
-    TurnstreamError,
-    WaitReason,
-)
 from turnstream.http.problems import MEDIA_TYPE
-from turnstream.store.waits.read_waits import read_waits_async
-from turnstream.store.waits.wait_reasons import reasons
-from turnstream.types import GroupOpened
-from turnstream_server.gateway.bodies import json_response
 from turnstream_server.gateway.rest.bodies import JSON
-from turnstream_server.gateway.rest.problems import (
-    Problem,
-    named_reasons,
-    problem_of,
-    response,
-)
+from turnstream_server.gateway.rest.problems import Problem
 
 UNSUPPORTED: Final[dict[int | str, dict[str, Any]]] = {
     415: {
@@ -36,10 +17,6 @@ UNSUPPORTED: Final[dict[int | str, dict[str, Any]]] = {
         "description": "Content-Type or Content-Encoding is not supported.",
     }
 }
-
-_DEFAULT_RETRY_S: Final = 1.0
-_OF_WHOLE_RESPONSE: Final = (404, 429, 503)
-"""Statuses that are those of the response, if all items have the same."""
 
 
 class _Result(BaseModel):
@@ -87,71 +64,71 @@ def described_results(example: Any) -> dict[int | str, dict[str, Any]]:
     return {**UNSUPPORTED, 200: {"description": "One result per item.", "content": content}}
 
 
-class Answered(NamedTuple):
-    """The outcome of one item of a request.
-
-    Attributes:
-        head: fields of its result that name it.
-        stored: further fields of its result if it is stored.
-        error: why it is not stored; None if it is.
-        group: the group that it opens; None if it opens none.
-    """
-
-    head: Mapping[str, Any]
-    stored: Mapping[str, Any]
-    error: TurnstreamError | None = None
-    group: GroupOpened | None = None
-
-
-async def respond(client: redis.asyncio.Redis, run: str, answered: Iterable[Answered]) -> Response:
-    """Return the response with a result per item, or a problem whose status all items have.
-
-    The state of the run is read if a group is not admitted, for the reasons.
-    """
-    items = [*answered]
-    snapshot = None
-    if any(is_wait(each.error) for each in items):
-        snapshot = await read_waits_async(client, run)
-    results: list[dict[str, Any]] = []
-    problems: list[Problem] = []
-    for index, (head, stored, error, group) in enumerate(items):
-        result = {"index": index, "status": 201, **head}
-        if error is None:
-            results.append({**result, **stored})
-            continue
-        why = reasons(snapshot, group=group) if is_wait(error) else ()
-        problem = _item_problem(error, field=f"items.{index}", reasons=why)
-        problems.append(problem)
-        content = problem.model_dump(exclude_none=True)
-        results.append({**result, "status": problem.status, "problem": content})
-    statuses = {problem.status for problem in problems}
-    if len(statuses) == 1 and len(problems) == len(results) and statuses <= {*_OF_WHOLE_RESPONSE}:
-        return response(max(problems, key=lambda each: each.retry_after_s or 0.0))
-    return json_response({"results": results})
-
-
-def is_wait(error: TurnstreamError | None) -> bool:
-    """Whether a group is not admitted now, and may be later."""
-    if not isinstance(error, RejectedError) or isinstance(error, ConflictError):
-        return False
-    return error.retry_after_s is not None
-
-
-def _item_problem(error: TurnstreamError, *, field: str, reasons: Sequence[WaitReason]) -> Problem:
-    """Return the problem of an item.
-
-    Args:
-        error: why it is refused.
-        field: path of the item, before the field of the error.
-        reasons: why the run admits no group now; used for a 429.
-    """
-    problem = problem_of(error)
-    if isinstance(error, InvalidTurnError):
-        problem.field = f"{field}.{error.field}"
-        problem.detail = f"{field}.{problem.detail}"
-    if problem.status != 429:
-        return problem
-    if problem.retry_after_s is None:
-        problem.retry_after_s = _DEFAULT_RETRY_S
-    problem.reasons = [*(problem.reasons or ()), *(named_reasons(reasons) or ())] or None
-    return problem
+GROUPS: Final[dict[str, Any]] = {
+    "items": [{"group_id": "task-7", "num_samples": 2, "prompt_uid": "gsm8k-7"}]
+}
+GROUP_RESULTS: Final[dict[str, Any]] = {
+    "results": [{"index": 0, "status": 201, "group_id": "task-7", "open_samples": [0, 1]}]
+}
+TURNS: Final[dict[str, Any]] = {
+    "items": [
+        {
+            "group_id": "task-7",
+            "sample": 0,
+            "num_samples": 2,
+            "turn": 0,
+            "prompt_ids": [11, 12, 13],
+            "response_ids": [21, 22],
+            "logprobs": [-0.5, -1.25],
+            "policy_version": 3,
+        },
+        {
+            "group_id": "task-7",
+            "sample": 0,
+            "turn": 1,
+            "prompt_ids": [11, 12, 13, 21, 22, 31],
+            "response_ids": [41],
+            "logprobs": [-0.75],
+            "policy_version": 3,
+            "seal": {"reward": 1.0, "tags": {"task": "gsm8k"}},
+        },
+    ]
+}
+TRAJECTORIES: Final[dict[str, Any]] = {
+    "items": [
+        {
+            "group_id": "task-8",
+            "sample": 0,
+            "num_samples": 1,
+            "turns": [{"prompt_ids": [11, 12], "response_ids": [21], "logprobs": [-0.5]}],
+            "reward": 1.0,
+        }
+    ]
+}
+WRITE_RESULTS: Final[dict[str, Any]] = {
+    "results": [
+        {
+            "index": 0,
+            "status": 201,
+            "group_id": "task-7",
+            "sample": 0,
+            "attempt": 0,
+            "state": "open",
+            "next_turn": 1,
+        },
+        {
+            "index": 1,
+            "status": 409,
+            "group_id": "task-7",
+            "sample": 1,
+            "attempt": 0,
+            "next_turn": 0,
+            "problem": {
+                "type": "https://turnstream.dev/problems/turn-gap",
+                "title": "An earlier turn is missing",
+                "status": 409,
+                "detail": "turn 1 of task-7/1/0 does not follow: the next turn is turn 0",
+            },
+        },
+    ]
+}

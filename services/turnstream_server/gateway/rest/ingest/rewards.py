@@ -24,11 +24,8 @@ from turnstream_server.gateway.rest.bodies import (
     read_content,
 )
 from turnstream_server.gateway.rest.caller import Produce, RunName
-from turnstream_server.gateway.rest.ingest.results import (
-    Answered,
-    described_results,
-    respond,
-)
+from turnstream_server.gateway.rest.ingest.results import described_results
+from turnstream_server.gateway.rest.ingest.routes import Answered, respond
 from turnstream_server.gateway.rest.ingest.writes import named_fields
 from turnstream_server.gateway.rest.problems import Problem
 

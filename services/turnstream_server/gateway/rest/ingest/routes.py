@@ -2,31 +2,79 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
-from fastapi import APIRouter
+import redis.asyncio
+from fastapi import APIRouter, Depends, FastAPI, Header, Request
 from fastapi.responses import Response
 
-from turnstream.errors import TurnstreamError
-from turnstream.types import GroupOpened, TrajectoryKey
-from turnstream_server.gateway.rest.bodies import described_body
-from turnstream_server.gateway.rest.ingest import arrow_bodies, examples, json_bodies
-from turnstream_server.gateway.rest.ingest.delivery import Delivery, Outcome, open_groups
-from turnstream_server.gateway.rest.ingest.publishers import RunWriter, Slot, Slots
-from turnstream_server.gateway.rest.ingest.requests import Call, IngestCall
-from turnstream_server.gateway.rest.ingest.results import (
-    Answered,
-    GroupResults,
-    WriteResults,
-    described_results,
-    respond,
+from turnstream.errors import (
+    ConflictError,
+    InvalidTurnError,
+    RejectedError,
+    TurnstreamError,
+    WaitReason,
 )
-from turnstream_server.gateway.rest.ingest.writes import Opening, Write
+from turnstream.store.waits.read_waits import read_waits_async
+from turnstream.store.waits.wait_reasons import reasons
+from turnstream.types import GroupOpened, TrajectoryKey
+from turnstream_server.gateway.bodies import json_response
+from turnstream_server.gateway.rest.bodies import (
+    ARROW,
+    JSON,
+    described_body,
+    media_type_of,
+    read_content,
+)
+from turnstream_server.gateway.rest.caller import Caller, Produce, RunName
+from turnstream_server.gateway.rest.ingest import arrow_bodies, json_bodies, results
+from turnstream_server.gateway.rest.ingest.delivery import Delivery, Outcome, open_members
+from turnstream_server.gateway.rest.ingest.publishers import Publishers, RunWriter, Slots
+from turnstream_server.gateway.rest.ingest.writes import Write
+from turnstream_server.gateway.rest.problems import Problem, named_reasons, problem_of, response
+from turnstream_server.gateway.state import Gateway
 from turnstream_server.telemetry.instruments import counter
 
 router = APIRouter(tags=["ingest"])
 logger = logging.getLogger(__name__)
+
+_Parsed = TypeVar("_Parsed")
+
+MAX_KEYS: Final = 10_000
+"""Idempotency keys that a process remembers, the newest."""
+
+
+_DEFAULT_RETRY_S: Final = 1.0
+_OF_WHOLE_RESPONSE: Final = (404, 429, 503)
+"""Statuses that are those of the response, if all items have the same."""
+
+WriterName = Annotated[
+    str | None,
+    Header(
+        alias="X-Turnstream-Writer",
+        min_length=1,
+        max_length=128,
+        description="Name of the generator process, which holds the leases of its trajectories. By "
+        "default all requests of a key are one writer.",
+        examples=["generator-7"],
+    ),
+]
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=256,
+        description="Name of the request. The same key with another body is refused.",
+        examples=["7c1a9a6e-7f9b-4c8e-9f0e-2f3f0a4d1b7e"],
+    ),
+]
 
 _TRAJECTORIES = counter(
     "turnstream_gateway_ingested_trajectories",
@@ -44,12 +92,116 @@ _TOKENS = counter(
 )
 
 
+class RequestKeys:
+    """The newest idempotency keys, with hashes of the bodies that came with them.
+
+    Writes are idempotent by their content. A key only guards against its use for another body.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: OrderedDict[tuple[str, ...], bytes] = OrderedDict()
+
+    def check(self, found: bytes, *scope: str) -> None:
+        """Raise InvalidTurnError if the same key came with another body.
+
+        Args:
+            found: hash of the decompressed body.
+            scope: id of the API key, path, and the idempotency key.
+        """
+        known = self._hashes.setdefault(scope, found)
+        self._hashes.move_to_end(scope)
+        if len(self._hashes) > MAX_KEYS:
+            self._hashes.popitem(last=False)
+        if known != found:
+            raise InvalidTurnError(
+                "Idempotency-Key", f"{scope[-1]!r} was used with another body: choose another key"
+            )
+
+
+def add_ingest_state(app: FastAPI, gateway: Gateway) -> None:
+    """Add what the ingest routes share; publishers are closed with the resources of the gateway."""
+    publishers = Publishers(gateway.options.redis_url, gateway.client)
+    gateway.resources.push_async_callback(publishers.close)
+    app.state.publishers = publishers
+    app.state.request_keys = RequestKeys()
+
+
+class IngestCall:
+    """One request of an ingest route, and the writer that it stands for.
+
+    Attributes:
+        run: name of the run.
+        caller: who asks.
+        writer_name: name of the writer; by default all requests of a key have the same.
+    """
+
+    def __init__(
+        self, request: Request, run: str, caller: Caller, writer: str | None, key: str | None
+    ) -> None:
+        self.run = run
+        self.caller = caller
+        self.writer_name = writer or f"http-{caller.key.name}"
+        self._is_shared = writer is None
+        self._request = request
+        self._key = key
+
+    async def parsed(
+        self, *, json: Callable[[bytes], _Parsed], arrow: Callable[[bytes], _Parsed]
+    ) -> _Parsed:
+        """Return the body as its parser has it, a function of a module; see `Parsers.run`.
+
+        Raises:
+            HTTPException: 413 or 415, as of `media_type_of` and `read_content`.
+            InvalidTurnError: something in it is wrong, or its idempotency key is that of another.
+            RecordError: it cannot be read.
+        """
+        media_type = media_type_of(self._request, accepted=(JSON, ARROW))
+        body = await read_content(self._request, media_type=media_type)
+        is_json = media_type == JSON
+        parsed, found = await self.caller.gateway.parsers.run(
+            functools.partial(_parsed, json if is_json else arrow, self._key is not None),
+            body,
+            owner=self.caller.key.owner,
+            is_json=is_json,
+        )
+        if self._key is not None:
+            known: RequestKeys = self._request.app.state.request_keys
+            known.check(found, self.caller.key.key_id, self._request.url.path, self._key)
+        return parsed
+
+    def borrow(
+        self, keys: Iterable[TrajectoryKey]
+    ) -> AbstractAsyncContextManager[tuple[RunWriter, Slots]]:
+        """Return the writer of the request, with the locked places of some trajectories."""
+        publishers: Publishers = self._request.app.state.publishers
+        owner, is_shared = self.caller.key.owner, self._is_shared
+        return publishers.borrow(self.run, self.writer_name, keys, owner=owner, is_shared=is_shared)
+
+
+def _parsed(parse: Callable[[bytes], _Parsed], has_key: bool, body: bytes) -> tuple[_Parsed, bytes]:
+    """Return the content of a body, and its hash if the request has an idempotency key."""
+    return parse(body), hashlib.blake2b(body, digest_size=16).digest() if has_key else b""
+
+
+async def _ingest_call(  # a class would be called in a thread
+    request: Request,
+    run: RunName,
+    caller: Produce,
+    writer: WriterName = None,
+    key: IdempotencyKey = None,
+) -> IngestCall:
+    return IngestCall(request, run, caller, writer, key)
+
+
+Call = Annotated[IngestCall, Depends(_ingest_call)]
+
+
 @router.post(
     "/runs/{run}/groups",
-    response_model=GroupResults,
+    response_model=results.GroupResults,
     summary="Open groups",
-    responses=described_results(examples.GROUP_RESULTS),
-    openapi_extra=described_body(json_bodies.GroupsBody, example=examples.GROUPS, has_arrow=True),
+    responses=results.described_results(results.GROUP_RESULTS),
+    openapi_extra=described_body(json_bodies.GroupsBody, example=results.GROUPS, has_arrow=True),
 )
 async def post_groups(call: Call) -> Response:
     """Open groups, and their samples for the writer of the request, as JSON or as an Arrow stream.
@@ -58,26 +210,25 @@ async def post_groups(call: Call) -> Response:
     reasons. Opening a group again with the same content has the same result.
     """
     openings = await call.parsed(json=json_bodies.parse_groups, arrow=arrow_bodies.parse_groups)
-    async with call.borrow(key for each in openings for key in each.members) as (run_writer, slots):
-        found = await _open(call, run_writer, slots, openings)
-    answered = [
-        Answered(
-            {"group_id": group.group_id},
-            {} if isinstance(each, TurnstreamError) else {"open_samples": each},
-            each if isinstance(each, TurnstreamError) else None,
-            group,
-        )
-        for (group, _), each in zip(openings, found, strict=True)
-    ]
-    return await respond(call.caller.client, run_writer.publisher.run, answered)
+    async with call.borrow(key for each in openings for key in each.members) as (writer, slots):
+        opened = await open_members(call.caller.client, writer, slots, openings)
+    answered: list[Answered] = []
+    for group, members in openings:
+        name, found = {"group_id": group.group_id}, opened[group]
+        if isinstance(found, TurnstreamError):
+            answered.append(Answered(name, {}, found, group))
+        else:
+            samples = [key.sample for key in members if key in found]
+            answered.append(Answered(name, {"open_samples": samples}))
+    return await respond(call.caller.client, writer.run, answered)
 
 
 @router.post(
     "/runs/{run}/turns",
-    response_model=WriteResults,
+    response_model=results.WriteResults,
     summary="Append turns",
-    responses=described_results(examples.WRITE_RESULTS),
-    openapi_extra=described_body(json_bodies.TurnsBody, example=examples.TURNS, has_arrow=True),
+    responses=results.described_results(results.WRITE_RESULTS),
+    openapi_extra=described_body(json_bodies.TurnsBody, example=results.TURNS, has_arrow=True),
 )
 async def post_turns(call: Call) -> Response:
     """Append turns of trajectories, and seal or abandon them, as JSON or as an Arrow IPC stream.
@@ -91,11 +242,11 @@ async def post_turns(call: Call) -> Response:
 
 @router.post(
     "/runs/{run}/trajectories",
-    response_model=WriteResults,
+    response_model=results.WriteResults,
     summary="Send whole trajectories",
-    responses=described_results(examples.WRITE_RESULTS),
+    responses=results.described_results(results.WRITE_RESULTS),
     openapi_extra=described_body(
-        json_bodies.TrajectoriesBody, example=examples.TRAJECTORIES, has_arrow=True
+        json_bodies.TrajectoriesBody, example=results.TRAJECTORIES, has_arrow=True
     ),
 )
 async def post_trajectories(call: Call) -> Response:
@@ -112,7 +263,7 @@ async def post_trajectories(call: Call) -> Response:
 async def _delivered(call: IngestCall, writes: Sequence[Write]) -> Response:
     async with call.borrow(write.key for write in writes) as (run_writer, slots):
         outcomes = await Delivery(run_writer, call.caller.client, slots).deliver(writes)
-        _observe(run_writer.publisher.run, writes, outcomes)
+        _observe(run_writer.run, writes, outcomes)
     answered = [
         Answered(
             write.key._asdict() | ({} if next_turn is None else {"next_turn": next_turn}),
@@ -122,39 +273,7 @@ async def _delivered(call: IngestCall, writes: Sequence[Write]) -> Response:
         )
         for write, (error, next_turn) in zip(writes, outcomes, strict=True)
     ]
-    return await respond(call.caller.client, run_writer.publisher.run, answered)
-
-
-async def _open(
-    call: IngestCall,
-    run_writer: RunWriter,
-    slots: Slots,
-    openings: Sequence[Opening],
-) -> list[list[int] | TurnstreamError]:
-    """Return the open samples of each group, or why it is not open."""
-    groups: dict[GroupOpened, dict[TrajectoryKey, None]] = {}
-    for group, members in openings:
-        groups.setdefault(group, {}).update(dict.fromkeys(members))
-    opened = await open_groups(call.caller.client, run_writer.publisher, groups)
-    by_group = dict(zip(groups, opened, strict=True))
-    for group, epochs in by_group.items():
-        if isinstance(epochs, TurnstreamError):
-            continue
-        new = {key: epoch for key, epoch in epochs.items() if not _is_open(slots[key])}
-        for writer in run_writer.publisher.opened(group, new):
-            slots[writer.key].writer = writer
-    found: list[list[int] | TurnstreamError] = []
-    for group, members in openings:
-        epochs = by_group[group]
-        if isinstance(epochs, TurnstreamError):
-            found.append(epochs)
-        else:
-            found.append([key.sample for key in members if key in epochs])
-    return found
-
-
-def _is_open(slot: Slot) -> bool:
-    return slot.writer is not None and slot.writer.error is None
+    return await respond(call.caller.client, run_writer.run, answered)
 
 
 def _observe(run: str, writes: Sequence[Write], outcomes: Sequence[Outcome]) -> None:
@@ -178,3 +297,73 @@ def _observe(run: str, writes: Sequence[Write], outcomes: Sequence[Outcome]) -> 
 
 def _reason(outcome: Outcome) -> tuple[object, ...]:
     return () if outcome.error is None else (outcome.error,)
+
+
+class Answered(NamedTuple):
+    """The outcome of one item of a request.
+
+    Attributes:
+        head: fields of its result that name it.
+        stored: further fields of its result if it is stored.
+        error: why it is not stored; None if it is.
+        group: the group that it opens; None if it opens none.
+    """
+
+    head: Mapping[str, Any]
+    stored: Mapping[str, Any]
+    error: TurnstreamError | None = None
+    group: GroupOpened | None = None
+
+
+async def respond(client: redis.asyncio.Redis, run: str, answered: Iterable[Answered]) -> Response:
+    """Return the response with a result per item, or a problem whose status all items have.
+
+    The state of the run is read if a group is not admitted, for the reasons.
+    """
+    items = [*answered]
+    snapshot = None
+    if any(is_wait(each.error) for each in items):
+        snapshot = await read_waits_async(client, run)
+    results: list[dict[str, Any]] = []
+    problems: list[Problem] = []
+    for index, (head, stored, error, group) in enumerate(items):
+        result = {"index": index, "status": 201, **head}
+        if error is None:
+            results.append({**result, **stored})
+            continue
+        why = reasons(snapshot, group=group) if is_wait(error) else ()
+        problem = _item_problem(error, field=f"items.{index}", reasons=why)
+        problems.append(problem)
+        content = problem.model_dump(exclude_none=True)
+        results.append({**result, "status": problem.status, "problem": content})
+    statuses = {problem.status for problem in problems}
+    if len(statuses) == 1 and len(problems) == len(results) and statuses <= {*_OF_WHOLE_RESPONSE}:
+        return response(max(problems, key=lambda each: each.retry_after_s or 0.0))
+    return json_response({"results": results})
+
+
+def is_wait(error: TurnstreamError | None) -> bool:
+    """Whether a group is not admitted now, and may be later."""
+    if not isinstance(error, RejectedError) or isinstance(error, ConflictError):
+        return False
+    return error.retry_after_s is not None
+
+
+def _item_problem(error: TurnstreamError, *, field: str, reasons: Sequence[WaitReason]) -> Problem:
+    """Return the problem of an item.
+
+    Args:
+        error: why it is refused.
+        field: path of the item, before the field of the error.
+        reasons: why the run admits no group now; used for a 429.
+    """
+    problem = problem_of(error)
+    if isinstance(error, InvalidTurnError):
+        problem.field = f"{field}.{error.field}"
+        problem.detail = f"{field}.{problem.detail}"
+    if problem.status != 429:
+        return problem
+    if problem.retry_after_s is None:
+        problem.retry_after_s = _DEFAULT_RETRY_S
+    problem.reasons = [*(problem.reasons or ()), *(named_reasons(reasons) or ())] or None
+    return problem

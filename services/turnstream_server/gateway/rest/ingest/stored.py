@@ -9,13 +9,21 @@ import redis.asyncio
 
 from turnstream.errors import ConflictError, FencedError, ReleasedError, TurnstreamError
 from turnstream.generator.api.adoption import adopted_turns
-from turnstream.generator.encode.checks import with_checked_extras
 from turnstream.generator.encode.encoder import TrajectoryDraft
 from turnstream.records.events import decode_event
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.types import DeclaredColumn, SealedTrajectory, TrajectoryKey
 from turnstream_server.gateway.rest.ingest.writes import Write
+
+
+def is_open_for(entry: str, writer: str) -> bool:
+    """Return whether a ledger entry is that of an open trajectory of a writer.
+
+    >>> is_open_for("open:1:generator-7", "generator-7"), is_open_for("sealed:1", "generator-7")
+    (True, False)
+    """
+    return entry.startswith("open:") and entry.split(":", 2)[2] == writer
 
 
 class StoredTrajectory(NamedTuple):
@@ -45,10 +53,6 @@ class StoredTrajectory(NamedTuple):
         """Whether a writer may continue it."""
         return self.state == "open"
 
-    def is_open_for(self, writer: str) -> bool:
-        """Whether it is open, and a writer of this name has its lease."""
-        return self.is_open and self.entry.split(":", 2)[2] == writer
-
     @property
     def is_abandoned(self) -> bool:
         """Whether it was abandoned."""
@@ -76,29 +80,41 @@ class StoredTrajectory(NamedTuple):
         A record is a function of the turns so far, so equal records are equal turns.
 
         Raises:
-            ConflictError: one of them is stored with another content.
+            ConflictError: one of them is stored with another content, or the seal would come before
+                the last stored turn.
             InvalidTurnError: an extra column is wrong.
         """
         first = write.first or 0
         num_known = max(0, min(len(self.turns) - first, len(write.turns)))
         draft = self._draft(first if num_known else 0, declared)
-        for index, (turn, extras) in enumerate(write.turns[:num_known], first):
-            made = draft.add(with_checked_extras(turn, extras, declared))
+        for index, turn in enumerate(write.turns[:num_known], first):
+            made = draft.add(turn.checked(declared))
             if made.record != self.turns[index]:
                 name = self.key.readable_name
                 raise ConflictError(f"turn {index} of {name} is stored with another content")
+        num_turns = first + len(write.turns)
+        if write.seal is not None and write.first is not None and num_turns < len(self.turns):
+            raise ConflictError(
+                f"{write.key.readable_name} has {len(self.turns)} turns, and the seal comes after "
+                f"{num_turns}"
+            )
         return num_known
 
-    def check_same_seal(self, write: Write, declared: Sequence[DeclaredColumn]) -> None:
-        """Raise ConflictError if the trajectory is sealed with another content, or not at all."""
-        if self.seal is None or write.seal is None:
+    def check_same_end(self, write: Write, declared: Sequence[DeclaredColumn]) -> None:
+        """Refuse an end that a finished trajectory does not have, or a renewal of its lease."""
+        if write.seal is None:
+            if write.abandon_reason is not None:
+                raise self.ended("its abandonment")
+            if not write.turns:
+                raise self.ended("a renewal of its lease")
+            return
+        if self.seal is None:
             raise self.ended("the seal")
         sealed = decode_event(self.seal)
         assert isinstance(sealed, SealedTrajectory)
         drafted = self._draft(len(self.turns), declared).seal(**write.seal.fields)
         if drafted.make(sealed.lease_epoch) != self.seal:
-            name = self.key.readable_name
-            raise ConflictError(f"{name} is sealed with another content")
+            raise ConflictError(f"{self.key.readable_name} is sealed with another content")
 
     def _draft(self, num_turns: int, declared: Sequence[DeclaredColumn]) -> TrajectoryDraft:
         """Return a draft with the first stored turns."""

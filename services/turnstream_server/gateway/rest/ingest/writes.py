@@ -1,26 +1,59 @@
-"""Writes of one request to groups and trajectories: checked, whatever the form of the body."""
+"""Writes of one request to groups and trajectories: their checks, and the writer that sends them.
+
+The fields of an item are a mapping, whatever the form of the body. A field that is None, or is
+missing, has its default.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
-from turnstream.errors import InvalidTurnError
+import numpy as np
+
+from turnstream.errors import (
+    FencedError,
+    InvalidTurnError,
+    StoreUnavailableError,
+    TurnstreamError,
+)
+from turnstream.generator import AsyncReceipt, AsyncTrajectoryWriter
+from turnstream.generator.encode.checks import checked_turn, with_checked_extras
 from turnstream.generator.encode.group_checks import (
     checked_key,
     checked_metrics,
+    checked_opening,
     checked_reward,
     checked_status,
     checked_tags,
 )
-from turnstream.types import GroupOpened, Status, TrajectoryKey, Turn
+from turnstream.types import (
+    DeclaredColumn,
+    GroupOpened,
+    Purpose,
+    Status,
+    TrajectoryKey,
+    Turn,
+    VersionRun,
+)
 from turnstream.types.scalars import flag, named_numbers
 from turnstream_server.gateway.rest.bodies import MAX_MEMBERS_OF_GROUPS
 
+Fields = Mapping[str, Any]
 _Given = TypeVar("_Given")
 _Checked = TypeVar("_Checked")
+
+STORE_TIMEOUT_S: Final = 5.0
+"""Time for which a store may be away or full before a request fails; its client then repeats it."""
+
+_DROPPED: Final = "the gateway has dropped it: its client was silent, or too many others are open"
+
+_OF_TURNS: Final = (
+    *("prompt_ids", "response_ids", "logprobs", "loss_mask", "token_weights", "rewards"),
+    *("reward", "policy_version", "anchor"),
+)
 
 
 class Opening(NamedTuple):
@@ -30,38 +63,15 @@ class Opening(NamedTuple):
     members: list[TrajectoryKey]
 
 
-def check_num_members(groups: Iterable[tuple[int, Any]]) -> None:
-    """Refuse groups with too many members, before any member is made.
-
-    Args:
-        groups: `num_samples` and `samples` of each group, as they were sent.
-    """
-    count = sum(
-        len(samples) if hasattr(samples, "__len__") else num_samples
-        for num_samples, samples in groups
-    )
-    if count > MAX_MEMBERS_OF_GROUPS:
-        raise InvalidTurnError(
-            "samples",
-            f"the request opens {count} trajectories, more than {MAX_MEMBERS_OF_GROUPS}: send "
-            "fewer groups, or name fewer samples",
-        )
-
-
-def opening_of(group: GroupOpened, *, samples: Iterable[Any] | None) -> Opening:
-    """Return a checked opening; without samples, that of all members."""
-    members = [
-        checked_key(TrajectoryKey(group.group_id, sample), num_samples=group.num_samples)
-        for sample in (range(group.num_samples) if samples is None else samples)
-    ]
-    return Opening(group, list(dict.fromkeys(members)))
-
-
 class WrittenTurn(NamedTuple):
     """A turn, and its extra columns as they were sent: only the run knows their types."""
 
     turn: Turn
-    extras: Mapping[str, Any] | None
+    extras: Fields | None
+
+    def checked(self, columns: Sequence[DeclaredColumn]) -> Turn:
+        """Return the turn with its extra columns, as the run declares them."""
+        return with_checked_extras(self.turn, _shaped(self.extras, columns), columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,19 +85,6 @@ class Seal:
     tags: Mapping[str, str] | None = None
     metrics: Mapping[str, float] | None = None
     awaits_reward: bool = False
-
-    def checked(self) -> Seal:
-        """Return the same seal with checked values; InvalidTurnError names a wrong one."""
-        awaits_reward = flag(self.awaits_reward, field="awaits_reward")
-        return Seal(
-            reward=checked_reward(self.reward, awaits_reward=awaits_reward),
-            reward_components=named_numbers(self.reward_components, field="reward_components"),
-            status=checked_status(self.status),
-            sampling=named_numbers(self.sampling, field="sampling"),
-            tags=checked_tags(self.tags),
-            metrics=checked_metrics(self.metrics),
-            awaits_reward=awaits_reward,
-        )
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -128,13 +125,129 @@ class Write:
 
     @property
     def can_open(self) -> bool:
-        """Whether it may be the first write of its trajectory."""
-        return self.group is not None and (self.first == 0 or self._is_failed_start)
+        """Whether it may be the first write: a first turn, or an end without one after an error."""
+        is_failed = self.first is None and self.seal and self.seal.status is Status.ERROR
+        return self.group is not None and (self.first == 0 or bool(is_failed))
+
+
+class IngestWriter(AsyncTrajectoryWriter):
+    """The writer of one open trajectory. A write returns its receipt at once.
+
+    Attributes:
+        num_turns: turns so far, stored ones of an adopted trajectory included.
+        num_bytes: bytes of their tokens, which are kept to recognise later prompts.
+    """
+
+    num_turns: int = 0
+    num_bytes: int = 0
+
+    def count_stored(self) -> None:
+        """Count the turns of an adopted trajectory, which are in the draft."""
+        self.num_turns, self.num_bytes = len(self._turns), sum(map(_num_bytes, self._turns))
+        self._turns = ()
 
     @property
-    def _is_failed_start(self) -> bool:
-        """Whether it ends a trajectory that failed before its first turn."""
-        return self.first is None and self.seal is not None and self.seal.status is Status.ERROR
+    def num_samples(self) -> int:
+        """Return the size of its group."""
+        return self._group.num_samples
+
+    @property
+    def error(self) -> TurnstreamError | None:
+        """Return why it takes no writes any more; None while it does."""
+        return None if self._queue is None else self._queue.error
+
+    async def add(self, written: WrittenTurn, *, is_last: bool = False) -> AsyncReceipt:
+        """Send the next turn; return its receipt. The tokens of the last turn are not kept.
+
+        Raises:
+            InvalidTurnError: an extra column is wrong, or the record is too large.
+            RejectedError: the trajectory has ended.
+            TurnstreamError: the error of an earlier write of this trajectory.
+        """
+        turn = written.checked(await self._sender.learn_columns())
+        receipt = self._sender.receipt()
+        async with self._order:
+            queue = await self._open()
+            if not (has_capacity := self._has_capacity(turn))():
+                await self._sender.wait_for_capacity(has_capacity, timeout_s=STORE_TIMEOUT_S)
+            made = (self._drafted.add_last if is_last else self._drafted.add)(turn)
+            self._sender.put(lambda: self._outbox.append(queue, made, receipt))
+        self.num_turns += 1
+        self.num_bytes += _num_bytes(turn)
+        return receipt
+
+    async def finish(self, seal: Seal) -> AsyncReceipt:
+        """End the trajectory; return the receipt of the end. Errors as of `add`."""
+        end = self._sender.loop_receipt()
+        async with self._order:
+            queue = await self._open()
+            made = self._drafted.seal(**seal.fields)
+            self._sender.put(lambda: self._outbox.seal(queue, made, end=end))
+            self._has_ended = True
+        return end
+
+    def drop(self) -> None:
+        """Stop to renew the lease, without an end. No write may be on its way."""
+        queue = self._queue
+        if queue is None or queue.error is not None or self._has_ended:
+            return
+        with contextlib.suppress(StoreUnavailableError):  # the publisher is closed
+            self._sender.put(lambda: self._outbox.tracker.end(queue, FencedError(_DROPPED)))
+
+
+def key_of(fields: Fields) -> TrajectoryKey:
+    """Return the checked key of an item."""
+    key = TrajectoryKey(fields["group_id"], fields["sample"], fields.get("attempt") or 0)
+    return checked_key(key, num_samples=fields.get("num_samples"))
+
+
+def group_of(fields: Fields) -> GroupOpened:
+    """Return the checked group of an item that has `num_samples`."""
+    purpose = fields.get("purpose")
+    return checked_opening(
+        fields["group_id"],
+        fields["num_samples"],
+        fields.get("prompt_uid") or "",
+        num_needed=fields.get("num_needed"),
+        purpose=Purpose.TRAIN if purpose is None else purpose,
+    )
+
+
+def opening_of(fields: Fields) -> Opening:
+    """Return the checked opening of an item; without samples, that of all members."""
+    group, samples = group_of(fields), fields.get("samples")
+    members = [
+        checked_key(TrajectoryKey(group.group_id, sample), num_samples=group.num_samples)
+        for sample in (range(group.num_samples) if samples is None else samples)
+    ]
+    return Opening(group, list(dict.fromkeys(members)))
+
+
+def turn_of(fields: Fields, *, extras: Fields | None) -> WrittenTurn:
+    """Return the checked turn of an item; `version_runs` are mappings."""
+    runs = fields.get("version_runs") or ()
+    turn = checked_turn(
+        **{name: fields.get(name) for name in _OF_TURNS},
+        version_runs=[VersionRun(each["version"], each["num_tokens"]) for each in runs],
+        allow_empty=fields.get("allow_empty") or False,
+    )
+    return WrittenTurn(turn, extras)
+
+
+def seal_of(fields: Fields) -> Seal:
+    """Return the checked seal of an item."""
+    names = Seal.__dataclass_fields__
+    seal = Seal(**{name: fields[name] for name in names if fields.get(name) is not None})
+    awaits_reward = flag(seal.awaits_reward, field="awaits_reward")
+    return Seal(
+        reward=checked_reward(seal.reward, awaits_reward=awaits_reward),
+        reward_components=named_numbers(seal.reward_components, field="reward_components"),
+        status=checked_status(seal.status),
+        sampling=named_numbers(seal.sampling, field="sampling"),
+        tags=checked_tags(seal.tags),
+        metrics=checked_metrics(seal.metrics),
+        awaits_reward=awaits_reward,
+    )
 
 
 def checked_items(
@@ -159,3 +272,41 @@ def named_fields(*path: str | int) -> Iterator[None]:
     except InvalidTurnError as error:
         field = ".".join([*map(str, path), error.field])
         raise InvalidTurnError(field, error.message) from error
+
+
+def check_num_members(groups: Iterable[Fields]) -> None:
+    """Refuse groups with too many members, before any member is made."""
+    count = 0
+    for each in groups:
+        samples = each.get("samples")
+        is_listed = isinstance(samples, list | np.ndarray)
+        count += len(samples) if is_listed else each["num_samples"]
+    if count > MAX_MEMBERS_OF_GROUPS:
+        raise InvalidTurnError(
+            "samples",
+            f"the request opens {count} trajectories, more than {MAX_MEMBERS_OF_GROUPS}: send "
+            "fewer groups, or name fewer samples",
+        )
+
+
+def _num_bytes(turn: Turn) -> int:
+    return 4 * (len(turn.prompt_ids) + len(turn.response_ids))
+
+
+def _shaped(extras: Fields | None, columns: Sequence[DeclaredColumn]) -> Fields | None:
+    """Return extra columns with flat arrays in the shapes of their values.
+
+    A column of an Arrow stream is a flat list. An array that does not fit is left to the checks.
+    """
+    if not extras:
+        return extras
+    shapes = {column.name: column.shape for column in columns}
+
+    def shaped(name: str, values: Any) -> Any:
+        shape = shapes.get(name, ())
+        is_flat = isinstance(values, np.ndarray) and values.ndim == 1
+        if not shape or not is_flat or len(values) % int(np.prod(shape)):
+            return values
+        return values.reshape(-1, *shape)
+
+    return {name: shaped(name, values) for name, values in extras.items()}

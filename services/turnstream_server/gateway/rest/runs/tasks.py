@@ -33,9 +33,9 @@ from turnstream_server.gateway.rest.bodies import (
 from turnstream_server.gateway.rest.caller import Admin, Caller, RunName
 from turnstream_server.gateway.rest.held import held_calls, while_connected
 from turnstream_server.gateway.rest.ingest.delivery import Delivery
-from turnstream_server.gateway.rest.ingest.requests import Call
 from turnstream_server.gateway.rest.ingest.results import UNSUPPORTED
-from turnstream_server.gateway.rest.ingest.writers import IngestPublisher
+from turnstream_server.gateway.rest.ingest.routes import Call
+from turnstream_server.gateway.rest.ingest.stored import is_open_for
 from turnstream_server.gateway.rest.ingest.writes import Write
 from turnstream_server.gateway.rest.problems import problem_of, response
 from turnstream_server.gateway.rest.runs.task_models import (
@@ -137,7 +137,7 @@ async def post_task_end(call: Call, body: TaskEnd) -> Any:
     named = {TrajectoryKey(body.group_id, each.sample, each.attempt) for each in body.trajectories}
     members = sorted(map(checked_key, named))
     async with call.borrow(members) as (run_writer, slots):
-        open_ones = await _open_for(call.caller, run_writer.publisher, members)
+        open_ones = await _open_for(call.caller, run_writer.run, run_writer.writer, members)
         writes = [
             Write(item=item, key=key, abandon_reason=body.reason)
             for item, key in enumerate(open_ones)
@@ -163,27 +163,13 @@ async def _ready(taking: Awaitable[_Taken]) -> _Taken | Response:
 
 
 async def _open_for(
-    caller: Caller, publisher: IngestPublisher, members: Sequence[TrajectoryKey]
+    caller: Caller, run: str, writer: str, members: Sequence[TrajectoryKey]
 ) -> list[TrajectoryKey]:
     """Return the trajectories that are open, and whose lease this writer has."""
     if not members:
         return []
-    ids = [keys.trajectory_id(key) for key in members]
+    ids = map(keys.trajectory_id, members)
     with translating():
-        entries: Any = await caller.client.execute_command(
-            "HMGET", keys.run_keys(publisher.run).ledger, *ids
-        )
-    return [
-        key
-        for key, entry in zip(members, entries, strict=True)
-        if entry is not None and _is_open_for(entry.decode(), publisher.writer)
-    ]
-
-
-def _is_open_for(entry: str, writer: str) -> bool:
-    """Return whether a ledger entry is that of an open trajectory of a writer.
-
-    >>> _is_open_for("open:1:generator-7", "generator-7"), _is_open_for("sealed:1", "generator-7")
-    (True, False)
-    """
-    return entry.startswith("open:") and entry.split(":", 2)[2] == writer
+        entries: Any = await caller.client.execute_command("HMGET", keys.run_keys(run).ledger, *ids)
+    found = zip(members, entries, strict=True)
+    return [key for key, entry in found if is_open_for((entry or b"").decode(), writer)]
