@@ -32,7 +32,7 @@ from turnstream_server.batcher.assembly.operation_shares import (
     cut_operations,
     encode_operation_share,
 )
-from turnstream_server.engine.host import Host, Lockstep, Outputs
+from turnstream_server.engine.host import Host, Lockstep, Outputs, ReadShares
 from turnstream_server.engine.hosted_base import OPTIMIZER, EngineSettings, HostedBase
 from turnstream_server.engine.hosted_model import ModelSettings
 from turnstream_server.engine.loop import EngineLoop
