@@ -29,7 +29,7 @@ _SERVER: Final = "turnstream_server"
 _MODELS: Final = [f"{_SERVER}.models.policy", "transformers.models.qwen2.modeling_qwen2"]
 _IMPORTS: Final = {
     "batcher": [f"{_SERVER}.batcher.serving.service"],
-    "gateway": [f"{_SERVER}.gateway.service", f"{_SERVER}.gateway.parse_process"],
+    "gateway": [f"{_SERVER}.gateway.service"],
     "engine": [f"{_SERVER}.engine.service", *_MODELS],
     "trainer": [f"{_SERVER}.trainer.service", *_MODELS],
     "sampler": [f"{_SERVER}.sampling.service", *_MODELS],

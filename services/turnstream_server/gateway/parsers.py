@@ -14,8 +14,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
-from turnstream.errors import RecordError
-from turnstream_server.gateway.parse_process import LONGEST_S, ParseProcess
+from anyio import BrokenWorkerProcess, CapacityLimiter, to_process
+
+from turnstream.errors import RecordError, UnavailableError
+from turnstream_server.free_memory import return_free_memory
 from turnstream_server.keys.limits import Places
 
 IN_LOOP_BYTES: Final = 64 << 10
@@ -37,6 +39,9 @@ _NUM_THREADS: Final = 4
 _NUM_PROCESSES: Final = 2
 """An owner uses half of either at most, so that another one gets the next free one."""
 
+_LONGEST_S: Final = 60.0
+"""Time for one call of a process. The largest body takes about 2 s of a core."""
+
 _Result = TypeVar("_Result")
 
 
@@ -48,7 +53,6 @@ class Parsers:
         self._thread_places = _half_of(_NUM_THREADS)
         self._process_places = _half_of(_NUM_PROCESSES)
         self._free_processes = asyncio.Semaphore(_NUM_PROCESSES)
-        self._idle: list[ParseProcess] = []
 
     async def run(
         self,
@@ -87,26 +91,32 @@ class Parsers:
             return await self._in_thread(call)
 
     async def close(self) -> None:
-        """End the threads and processes, once running calls have returned."""
-        for each in self._idle:
-            await each.end()
+        """End the threads, once running calls have returned. Processes end with the event loop."""
         await asyncio.to_thread(self._threads.shutdown)
 
     async def _in_thread(self, call: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
-    async def _in_process(self, parse: Callable[[bytes], Any], body: bytes) -> Any:
-        process = self._idle.pop() if self._idle else await ParseProcess.start()
+    async def _in_process(self, parse: Callable[[bytes], _Result], body: bytes) -> _Result:
+        """Return the result of a process; UnavailableError if it has ended, or takes too long."""
         try:
-            answer = await process.answer(parse, body)
-        except BaseException:  # a cancelled request, too: the process is still at work
-            await process.end()
-            raise
-        self._idle.append(process)
-        is_error, result = await self._in_thread(lambda: pickle.loads(answer))  # noqa: S301 - ours
-        if is_error:
-            raise result
-        return result
+            async with asyncio.timeout(_LONGEST_S):
+                answer = await to_process.run_sync(
+                    *(_pickled, parse, body), cancellable=True, limiter=CapacityLimiter(1)
+                )
+        except TimeoutError as error:
+            text = f"the body was not parsed within {_LONGEST_S:g} s"
+            raise UnavailableError(text) from error
+        except BrokenWorkerProcess as error:
+            raise UnavailableError("the process that parses the body has ended") from error
+        return await self._in_thread(lambda: pickle.loads(answer))  # noqa: S301 - ours
+
+
+def _pickled(parse: Callable[[bytes], Any], body: bytes) -> bytes:
+    """Return the content of a body, pickled: the caller reads it in a thread."""
+    answer = pickle.dumps(parse(body), protocol=5)
+    return_free_memory()
+    return answer
 
 
 def _parse_json(parse: Callable[[bytes], _Result], body: bytes) -> _Result:
@@ -122,4 +132,4 @@ def _parse_json(parse: Callable[[bytes], _Result], body: bytes) -> _Result:
 
 def _half_of(num_places: int) -> Places:
     most = num_places // 2
-    return Places(shared=most, alone=most, held_s=LONGEST_S)
+    return Places(shared=most, alone=most, held_s=_LONGEST_S)

@@ -43,6 +43,12 @@ def _refuse(_: bytes) -> None:
     raise InvalidTurnError("logprobs", "are wrong")
 
 
+@pytest.fixture(autouse=True)
+def importable_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes import the functions of this file."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[3])
+
+
 async def test_large_json_is_parsed_in_a_process_that_is_replaced() -> None:
     parsers = Parsers()
     try:
