@@ -10,14 +10,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 import testkit
-from testkit.shares import count_denominators, row_scales
+from testkit.shares import count_denominators
 from testkit.tensors import tensors_of
 from turnstream.batching.config.values import Aggregation
 from turnstream.errors import BatchingError, InvalidConfigError
-from turnstream.types import MiniBatch
+from turnstream.types import Denominators, MiniBatch, Rows
 from turnstream.worker.layouts import jagged_to_torch, packed_to_torch, right_padded_to_torch
 from turnstream.worker.losses import aggregate
 from turnstream.worker.tensors import to_torch
@@ -99,6 +100,29 @@ def test_mini_batch_without_trained_tokens_has_a_loss_of_0(mode: Any) -> None:
 _texts = st.from_regex(r"[a-c]\|[a-c]{1,2}[a-cA-C]{0,5}", fullmatch=True)
 
 
+def _row_scales(rows: Rows, denominators: Denominators, mode: Aggregation) -> NDArray[np.float64]:
+    """Return the factor of every row's sum of masked token losses, float64 (B,)."""
+    trained_B = np.array([int(own.sum()) for own in rows.loss_mask])
+    ones_B = np.ones(len(rows))
+    match mode:
+        case "token_mean":
+            per_row_B, total = ones_B, denominators.num_tokens
+        case "seq_mean_token_sum":
+            per_row_B, total = ones_B, denominators.weight_sum
+        case "seq_mean_token_mean":
+            per_row_B, total = trained_B, denominators.weight_sum
+        case "constant":
+            per_row_B, total = ones_B, denominators.weight_sum * denominators.length_constant
+        case "rollout_mean":
+            per_row_B, total = rows.trajectory_num_tokens, denominators.num_trajectories
+        case "prompt_mean":
+            per_row_B, total = rows.group_num_tokens, denominators.num_groups
+    scales_B = np.zeros(len(rows))
+    live_B = trained_B > 0
+    scales_B[live_B] = rows.weight[live_B] / (per_row_B[live_B] * (total or 1))
+    return scales_B
+
+
 @pytest.mark.parametrize("mode", MODES)
 @given(
     rows_of=st.lists(st.tuples(_texts, st.sampled_from([0.25, 1.0, 2.0])), min_size=1, max_size=9),
@@ -120,7 +144,7 @@ def test_aggregate_applies_the_row_scales_whatever_masked_tokens_hold(
     mean = aggregate(given_BR, part, mode=mode, denominators=denominators)
     mean.backward()
 
-    scales_B = row_scales(rows, denominators=denominators, aggregation=mode)
+    scales_B = _row_scales(rows, denominators, mode)
     sums_B = np.where(mask_BR, loss_BR, 0).sum(axis=1)
     np.testing.assert_allclose(mean.item(), (scales_B * sums_B).sum(), rtol=1e-6, atol=1e-6)
     assert given_BR.grad is not None
