@@ -41,21 +41,13 @@ class RunPosition(NamedTuple):
 
 
 class DurableFolders:
-    """The durable checkpoints of one model.
-
-    Args:
-        root: shared folder of the workers.
-        model_id: the model.
-    """
+    """The durable checkpoints of one model, below the shared folder of the workers."""
 
     def __init__(self, root: Path, model_id: str) -> None:
         self._folder = root / _MODELS / file_name(model_id)
 
     def new_name(self, number: int) -> str:
-        """Return a new name for a checkpoint after an operation.
-
-        It is new each time, so that no worker replaces the folder of another one.
-        """
+        """Return a name for a new checkpoint: no worker replaces the folder of another one."""
         return f"{number:08d}-{uuid.uuid4().hex[:8]}"
 
     def path(self, name: str) -> Path:

@@ -62,14 +62,7 @@ Outputs = dict[tuple[str, int], DatumOutput]
 
 
 class Host(RunStreams):
-    """The models of a worker on one rank.
-
-    Args:
-        bases: the base models, each at its name.
-        read_shares: reads the rows of this rank.
-        open_stream: opens a trainer session of a run; None refuses all runs.
-        ranks: the ranks of the worker.
-    """
+    """The models of a worker on one rank. Without `open_stream` it refuses all runs."""
 
     def __init__(
         self,
@@ -94,9 +87,9 @@ class Host(RunStreams):
         self._models[record.model_id] = self._bases[record.base_model].make(record)
 
     def load(self, record: ModelRecord, folder: Path, *, optimizer: bool) -> None:
-        """Load the weights of a folder into a model, and the moments if asked.
+        """Load the weights of a folder, and the moments if asked; drop gradients.
 
-        Its gradients are dropped. After a BatchingError the model is unchanged.
+        After a BatchingError the model is unchanged.
         """
         into = self._models.get(record.model_id)
         base = self._bases[record.base_model]
@@ -120,10 +113,9 @@ class Host(RunStreams):
         self._shares[model_id] = self._read_shares(model_id, run, skipped)
 
     def train(self, model_id: str, *, adds_gradient: bool) -> Outputs | None:
-        """Run the next forward pass over the rows of `read` on this rank.
+        """Run the next forward pass over the rows of `read`; return all results after the last.
 
-        Returns the results of all rows after the last pass, and None before. All ranks have equally
-        many passes.
+        All ranks have equally many passes.
         """
         return self._next_turn(model_id, lambda: self._train(model_id, adds_gradient=adds_gradient))
 
@@ -168,23 +160,14 @@ class Host(RunStreams):
         return self._models[model_id].engine.has_finite_gradient()
 
     def pull_run(self, record: ModelRecord, run: str, *, timeout_s: float) -> None:
-        """Pull the next mini-batch of a run.
-
-        Raises:
-            NotReadyError: it has not come within `timeout_s`.
-            RunRefusedError: the session has ended, or the run is finished.
-            BatchingError: its rows do not fit the base model.
-        """
+        """Pull the next mini-batch of a run; BatchingError if it does not fit the base model."""
         base = self._bases[record.base_model]
         self._begun.pop(record.model_id, None)  # it has failed on another rank
         mini_batch = self._pull(record.model_id, run, timeout_s=timeout_s)
         check_fits(mini_batch, context_length=base.context_length, vocab_size=base.vocab_size)
 
     def train_run(self, model_id: str, content: ForwardBackwardRun) -> RunReport | None:
-        """Take the mini-batch of `pull_run`, and add the gradient of its next forward pass.
-
-        Returns the report after the last pass, and None before.
-        """
+        """Run the next forward pass of a mini-batch, with its gradient; report after the last."""
 
         def begin() -> Turns[RunReport]:
             mini_batch = self._take(model_id, content.run)
@@ -200,10 +183,7 @@ class Host(RunStreams):
     def save(
         self, model_id: str, folder: Path, *, optimizer: bool, files: Mapping[str, bytes]
     ) -> int:
-        """Write the weights of a model, and further files, in one rename; return their bytes.
-
-        The first rank writes. An old folder is replaced.
-        """
+        """Write weights and further files in one rename, on the first rank; return their bytes."""
         if not self._ranks.is_first:
             return 0
         with new_folder(folder) as written:
@@ -213,10 +193,9 @@ class Host(RunStreams):
             return _size(written)
 
     def export(self, record: ModelRecord, folder: Path, *, recipients: Sequence[str]) -> int:
-        """Write the weights of a model for other programs, in one rename; return their bytes.
+        """Write weights for other programs, in one rename, on the first rank; return their bytes.
 
-        The first rank writes. The folder names the base model as clients do. With recipients all
-        files are encrypted: see `encrypt_folder`.
+        The folder names the base model as clients do. With recipients all files are encrypted.
         """
         if not self._ranks.is_first:
             return 0
@@ -241,12 +220,7 @@ _STOP: Final = ""
 
 
 class Lockstep:
-    """Calls of the first rank that all ranks make, each with its own host.
-
-    Args:
-        host: the models of this rank.
-        ranks: the first one makes calls; the others `follow`.
-    """
+    """Calls of the first rank that all ranks make, each with its own host; other ranks `follow`."""
 
     def __init__(self, host: Host, ranks: Ranks = ONE_RANK) -> None:
         self._host = host
@@ -258,10 +232,7 @@ class Lockstep:
         *args: _P.args,
         **kwargs: _P.kwargs,
     ) -> list[_Value]:
-        """Return the results of a method of Host on all ranks.
-
-        Raises the first error of any rank, if one has an error.
-        """
+        """Return the results of a method on all ranks, or raise the first error of any rank."""
         self._broadcast(method.__name__, args, kwargs)
         return self._run(method.__name__, args, kwargs)
 

@@ -62,13 +62,7 @@ class LoadedModel(NamedTuple):
 
 
 class HostedBase:
-    """A base model of this worker; all ranks have the same one.
-
-    Args:
-        name: name by which clients ask for it.
-        folder: model folder.
-        settings: those of the engines.
-        ranks: all of them make the same calls.
+    """A base model of this worker, the same on all ranks, which make the same calls.
 
     Raises:
         InvalidConfigError: the folder holds no model, or ranks have different ones.
@@ -97,11 +91,7 @@ class HostedBase:
         return 0 if self._adapters is None else self._settings.max_rank
 
     def make(self, record: ModelRecord) -> LoadedModel:
-        """Return a new model: the base model, with the first weights of its adapter.
-
-        Raises:
-            BatchingError: the record asks for another kind of model than this base model has.
-        """
+        """Return a new model; BatchingError if the base model has no models of this kind."""
         self._check(record)
         if self._adapters is None:
             policy = self._load_policy(self._folder, dtype=torch.float32)
@@ -119,11 +109,8 @@ class HostedBase:
     ) -> LoadedModel:
         """Return a model with the weights of a folder, without gradients.
 
-        Args:
-            record: the model.
-            folder: weights of `write`.
-            optimizer: the moments are loaded too; else they begin at zero.
-            into: this model until now. It must not be used any more, except after an error.
+        Without `optimizer` its moments begin at zero. `into` is this model until now, which must
+        not be used any more, except after an error.
 
         Raises:
             BatchingError: the weights are those of another kind of model.

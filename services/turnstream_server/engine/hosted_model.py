@@ -70,7 +70,6 @@ class ModelSettings:
 
     Attributes:
         worker: name of the worker.
-        lease_s: seconds for which a log is leased.
         gap_s: seconds for which a missing number is awaited.
         checkpoint_every: optimizer steps between two durable checkpoints.
     """
@@ -86,16 +85,6 @@ class HostedModel:
 
     Every method but `renew` raises FencedError once another worker runs the model, EndOfRunError
     once its session has ended, and UnavailableError while the store or a batcher is away.
-
-    Args:
-        client: the store.
-        record: the model.
-        root: shared folder of the workers.
-        call: calls of all ranks.
-        settings: those of the worker.
-
-    Attributes:
-        record: as passed.
     """
 
     def __init__(
@@ -136,9 +125,9 @@ class HostedModel:
                 raise
 
     def advance(self) -> bool:
-        """Run the operations that are next, or one of their forward passes.
+        """Run the operations that are next, or one of their passes; return whether there were any.
 
-        Returns whether there were any. The first calls acquire the log and build the model.
+        The first calls acquire the log and build the model.
 
         Raises:
             RejectedError: another worker has the log; `retry_after_s` says for how long.
@@ -191,7 +180,6 @@ class HostedModel:
         self._call(Host.unload, self.record)
 
     def _build(self) -> Turns[ModelLog]:
-        """Acquire the log, and build the model from its durable checkpoint and what follows."""
         settings = self._settings
         model_id = self.record.model_id
         self._log = None  # `renew` must not take the next lease for that of another worker

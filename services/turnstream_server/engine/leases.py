@@ -20,12 +20,7 @@ _REGISTER_EVERY: Final = 2
 
 
 class Leases:
-    """Renews leases, and the registrations of base models, in a daemon thread.
-
-    Args:
-        client: the store.
-        bases: the base models of this worker; they are registered in the thread at once.
-    """
+    """Renews leases, and the registrations of base models, in a daemon thread."""
 
     def __init__(self, client: redis.Redis, bases: Sequence[BaseModel]) -> None:
         self._client = client

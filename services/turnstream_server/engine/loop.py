@@ -47,13 +47,6 @@ class EngineLoop:
 
     Owners take turns, and so do the models of an owner. A turn is one forward pass of a training
     call, or one other operation.
-
-    Args:
-        client: the store.
-        bases: the base models.
-        root: shared folder of the workers.
-        call: calls of all ranks.
-        settings: those of all models.
     """
 
     def __init__(
@@ -104,7 +97,6 @@ class EngineLoop:
                 served.add(owner)
 
     def _listen(self) -> None:
-        """Wait for operations, unless some are waiting already."""
         woken = self._wakeups.read(block_s=0.0 if self._ready else _BLOCK_S)
         for model_id in woken:
             if model_id not in self._models:
@@ -113,7 +105,6 @@ class EngineLoop:
                 self._ready[model_id] = None
 
     def _look_around(self) -> None:
-        """Do what is due from time to time."""
         for model_id, error in self._leases.ended().items():
             self._unload(model_id, error)
         if self._is_due("scan", every_s=_SCAN_S):
@@ -144,10 +135,7 @@ class EngineLoop:
         )
 
     def _advance(self, model_id: str) -> bool:
-        """Give a model a turn, and return whether it has used it.
-
-        A model without operations is not ready any more. One with operations is the last in turn.
-        """
+        """Give a model a turn, and return whether it has used it; then it is the last in turn."""
         model = self._models[model_id]
         self._leases.hold(model_id, model.renew)
         try:

@@ -35,12 +35,7 @@ _MAX_MODELS: Final = 1_000
 
 
 class EngineMetrics(Collector):
-    """Counts the models of a worker, and their operations that wait.
-
-    Args:
-        url: the store.
-        models: returns the ids of the models.
-    """
+    """Counts the models of a worker, and their operations that wait."""
 
     def __init__(self, url: str, models: Callable[[], Sequence[str]]) -> None:
         self._client = connect(url, num_retries=0, silent_s=_ANSWER_S)

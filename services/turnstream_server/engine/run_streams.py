@@ -18,11 +18,7 @@ Returns the stream of this rank."""
 
 
 class RunRefusedError(BatchingError):
-    """A run refuses a trainer session.
-
-    Attributes:
-        is_finished: the run is closed, and all of its batches are trained.
-    """
+    """A run refuses a trainer session, or is closed and trained to its end (`is_finished`)."""
 
     def __init__(self, message: str, is_finished: bool = False) -> None:
         super().__init__(message, is_finished)
@@ -57,9 +53,6 @@ class RunStreams:
     """The streams of one rank, by model and run: the part of a `Host` that reads runs.
 
     All calls are safe to repeat after an error. Ranks that had no error keep what they have.
-
-    Args:
-        open_stream: opens a stream; None refuses all runs.
     """
 
     def __init__(self, open_stream: OpenStream | None) -> None:
@@ -67,11 +60,7 @@ class RunStreams:
         self._sessions: dict[_Key, _Session] = {}
 
     def open_run(self, model_id: str, run: str, *, token: str, session: str) -> None:
-        """Begin a trainer session after the step of a token; it replaces an older one.
-
-        Raises:
-            RunRefusedError: the run refuses the token, or there is no such run.
-        """
+        """Begin a trainer session after the step of a token; it replaces an older one."""
         if self._open_stream is None:
             raise RunRefusedError(f"run {run!r}: this worker has no batcher")
         key = _Key(model_id, run)
@@ -140,10 +129,7 @@ class RunStreams:
 
 @contextlib.contextmanager
 def _refusing(run: str) -> Iterator[None]:
-    """Raise a refusal of the batcher as a RunRefusedError.
-
-    The errors of a run must not be taken for those of the log of a model.
-    """
+    """Raise refusals as RunRefusedError: they must not be taken for those of the log of a model."""
     try:
         yield
     except EndOfRunError as error:

@@ -52,10 +52,7 @@ def objective_of(content: ForwardBackwardRun, ranks: Ranks) -> Objective:
 def train_mini_batch(
     engine: Engine, mini_batch: PulledMiniBatch, content: ForwardBackwardRun, *, ranks: Ranks
 ) -> Turns[RunReport]:
-    """Add the gradient of a mini-batch, averaged as its run is configured.
-
-    Pauses between forward passes.
-    """
+    """Add the gradient of a mini-batch, averaged as its run is configured; pause between passes."""
     info = mini_batch.info
     assert info.aggregation is not None
     engine.use_objective(objective_of(content, ranks))

@@ -39,13 +39,7 @@ _ANSWERS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saver:
-    """Writes checkpoints of models.
-
-    Attributes:
-        client: the store.
-        root: shared folder of the workers.
-        call: calls of all ranks.
-    """
+    """Writes checkpoints of models."""
 
     client: redis.Redis
     root: Path
@@ -68,12 +62,7 @@ class Saver:
         return self._save(record, number, content, "external_weights")
 
     def loadable(self, record: ModelRecord, path: CheckpointPath) -> Path:
-        """Return the folder of a checkpoint that a model can load.
-
-        Raises:
-            BatchingError: the owner of the model has no such checkpoint, or it is that of another
-                kind of model.
-        """
+        """Return the folder of a checkpoint; BatchingError if the model cannot load it."""
         if path.kind != "weights":
             message = f"path is {str(path)!r}, which has no optimizer, expected .../weights/<name>"
             raise BatchingError(message)
@@ -125,7 +114,6 @@ class Saver:
         return Answer({"path": str(path), "type": _ANSWERS[kind]})
 
     def _save_for_session(self, record: ModelRecord, number: int) -> str:
-        """Save weights for one sampling session, and return its id."""
         folder = session_folder(record.model_id, number)
         self.call(Host.save, record.model_id, self.root / folder, optimizer=False, files={})
         match = MODEL_ID.fullmatch(record.model_id)

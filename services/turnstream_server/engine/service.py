@@ -156,9 +156,9 @@ def _served(base: HostedBase, options: EngineOptions) -> BaseModel:
 
 
 def _tokenizer_id(name: str, options: EngineOptions) -> str:
-    """Return the folder of a tokenizer; "" where clients find it by the name of the model.
+    """Return the folder of a tokenizer, which is known on this machine alone.
 
-    A name such as `org/model` is known to every client, and a folder here only on this machine.
+    Clients find that of a name such as `org/model` by themselves: then it is "".
     """
     folder = options.tokenizer or dict(options.bases)[name]
     is_local = options.tokenizer is not None or "/" not in name
@@ -166,7 +166,6 @@ def _tokenizer_id(name: str, options: EngineOptions) -> str:
 
 
 def _stop_signals() -> Callable[[], bool]:
-    """Return a function that returns whether SIGTERM or SIGINT has come since this call."""
     received: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:

@@ -77,11 +77,6 @@ class _Run:
 class TrainedRuns:
     """The runs of one model.
 
-    Args:
-        client: the store.
-        record: the model.
-        call: calls of all ranks.
-
     Attributes:
         needs_checkpoint: the model cannot be rebuilt from an older durable checkpoint, as another
             trainer has taken a run over.
@@ -110,11 +105,8 @@ class TrainedRuns:
     ) -> Turns[TrainingOutput]:
         """Add the gradient of the next mini-batch of a run, and return its metrics.
 
-        Pauses between forward passes, which other models may use.
-
-        Args:
-            content: the call.
-            timeout_s: wait for the mini-batch; None is short.
+        Pauses between forward passes, which other models may use. Without `timeout_s` the wait for
+        the mini-batch is short.
 
         Raises:
             BatchingError: the run cannot be trained. The model is unchanged.
@@ -155,11 +147,7 @@ class TrainedRuns:
                 own.to_commit = own.position.token
 
     def acknowledge(self) -> None:
-        """Acknowledge applied steps, and durable checkpoints, of which no batcher knows.
-
-        Raises:
-            UnavailableError: a batcher is away. Call again.
-        """
+        """Acknowledge applied steps, and durable checkpoints, of which no batcher knows."""
         for run, own in self._runs.items():
             with contextlib.suppress(RunRefusedError), self._losing(run, own):
                 self._acknowledge(run, own)
@@ -184,7 +172,6 @@ class TrainedRuns:
         own.is_open, own.committed = True, token
 
     def _skip(self, run: str, own: _Run, *, timeout_s: float) -> None:
-        """Skip the mini-batches that were taken before this session."""
         while own.num_to_skip:
             self._pull(run, timeout_s=timeout_s)
             self._call(Host.drop_run, self._record.model_id, run)
@@ -219,11 +206,7 @@ class TrainedRuns:
 
     @contextlib.contextmanager
     def _losing(self, run: str, own: _Run) -> Iterator[None]:
-        """Record why a run refuses this model.
-
-        Raises:
-            RunSessionEndedError: in place of the refusal, if no other trainer has the run.
-        """
+        """Record why a run refuses this model; RunSessionEndedError if no other trainer has it."""
         try:
             yield
         except RunRefusedError as error:
@@ -247,7 +230,6 @@ class TrainedRuns:
         return f"{self._record.model_id} "
 
     def _is_taken_over(self, run: str) -> bool:
-        """Return whether another trainer has the run, or the run was deleted."""
         try:
             session = read_frontier(self._client, run).session
         except RunNotFoundError:

@@ -36,14 +36,8 @@ def run_training(
 
     Pauses between forward passes, which other models may use. A call whose loss is not finite
     fails, and so do all of them if their gradient is not finite. After a failure that
-    `leaves_gradient`, the gradient has a part of the failed calls.
-
-    Args:
-        call: calls of all ranks.
-        model_id: the model.
-        run: the calls.
-        skipped: numbers of calls without effect, when calls are run again; their gradient is not
-            checked then. None for the first time.
+    `leaves_gradient`, the gradient has a part of the failed calls. `skipped` are the calls without
+    effect when calls are run again: then the gradient is not checked.
 
     Raises:
         PassError: a pass has failed. Every other error comes before the first pass.
@@ -89,11 +83,7 @@ def in_turns(call: Callable[[], list[_Value | None]]) -> Turns[list[_Value]]:
 
 
 def run_optim_step(call: Lockstep, model_id: str, content: OptimStep) -> Answer:
-    """Apply a step of AdamW, and return its metrics.
-
-    Raises:
-        BatchingError: a setting is refused; the model is unchanged.
-    """
+    """Apply a step of AdamW, and return its metrics; BatchingError for a refused setting."""
     settings = AdamSettings(
         learning_rate=content.learning_rate,
         beta1=content.beta1,

@@ -50,8 +50,7 @@ def announce_finished(client: redis.Redis, requests: Iterable[RequestId]) -> Non
 class Wakeups:
     """One of the streams WAKE and DONE, from its newest entry at the first read.
 
-    Entries can be missed while the store is away. A reader must also look at all its models, or
-    requests, from time to time.
+    Entries are missed while the store is away: look at everything from time to time too.
     """
 
     def __init__(self, client: redis.Redis, stream: str = WAKE) -> None:

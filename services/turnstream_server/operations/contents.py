@@ -32,11 +32,9 @@ TRAINING_KINDS: Final = ("forward", "forward_backward")
 
 
 class CreateModel(NamedTuple):
-    """Make the model of a record, with the weights of a checkpoint if one is named.
+    """Make the model of a record, with the weights of a checkpoint if there is one.
 
-    Attributes:
-        path: the checkpoint; None begins with the base model.
-        optimizer: the moments of the checkpoint are loaded too.
+    With `optimizer`, the moments of the checkpoint are loaded too.
     """
 
     path: CheckpointPath | None
@@ -44,12 +42,9 @@ class CreateModel(NamedTuple):
 
 
 class ForwardBackwardRun(NamedTuple):
-    """Add the gradient of the next mini-batch of a run.
+    """Add the gradient of the next mini-batch of a run, whose id this is.
 
-    Attributes:
-        run: id of the run.
-        loss_fn: name of the loss.
-        settings: those of the loss that differ from its defaults.
+    `settings` are those of the loss that differ from its defaults.
     """
 
     run: str
@@ -58,11 +53,7 @@ class ForwardBackwardRun(NamedTuple):
 
 
 class OptimStep(NamedTuple):
-    """A step of AdamW; the defaults are those of the SDK.
-
-    Attributes:
-        grad_clip_norm: limit of the norm of the summed gradient; 0 for none.
-    """
+    """A step of AdamW; the defaults are those of the SDK. A `grad_clip_norm` of 0 clips nothing."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -73,12 +64,9 @@ class OptimStep(NamedTuple):
 
 
 class SaveWeights(NamedTuple):
-    """Save weights and optimizer under a name.
+    """Save weights and optimizer under a name, for `ttl_seconds` or for ever.
 
-    Attributes:
-        ttl_seconds: seconds until the checkpoint is deleted; None keeps it.
-        overwrite: an older checkpoint of the name is replaced; else it is an error.
-        user_metadata: kept with the checkpoint.
+    Without `overwrite`, a name that is taken is an error.
     """
 
     name: str
@@ -106,12 +94,7 @@ class SaveForSampler(NamedTuple):
 
 
 class SaveExternal(NamedTuple):
-    """Export weights under a name, for other programs.
-
-    Attributes:
-        ttl_seconds: as in `SaveWeights`.
-        recipients: public keys of age that every file is encrypted for; empty for plain files.
-    """
+    """Export weights for other programs, encrypted for the public keys of age, if there are any."""
 
     name: str
     ttl_seconds: int | None

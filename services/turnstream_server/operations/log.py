@@ -230,13 +230,9 @@ class ModelLog:
 
     @classmethod
     def acquire(cls, client: redis.Redis, model_id: str, *, worker: str, lease_s: float) -> Self:
-        """Return the log; no other worker can write to it until the lease has ended.
+        """Return the log, which no other worker can write to until the lease has ended.
 
-        Args:
-            client: the store.
-            model_id: the model.
-            worker: name of the caller. A worker of the same name is replaced at once.
-            lease_s: seconds until the next `renew`.
+        A worker of the same name is replaced at once.
 
         Raises:
             RunNotFoundError: there is no such model.
@@ -370,7 +366,6 @@ class ModelLog:
         announce_finished(self._client, (RequestId(self.model_id, each) for each in numbers))
 
     def _call(self, script: Script, keys: Sequence[str], *args: Argument) -> Any:
-        """Return the reply to the worker; raise if it must stop."""
         command = script(keys, self._epoch, self._reached, *args)
         return _raise_refusal(run_command(self._client, command), self.model_id)
 

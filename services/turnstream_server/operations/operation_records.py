@@ -23,10 +23,7 @@ _COLUMNS: Final = (
 
 
 def encode_operation(operation: Operation) -> bytes:
-    """Return an operation as bytes, without its request id; equal operations have equal bytes.
-
-    Each column is one array, and the datums are cut from it by their lengths.
-    """
+    """Return an operation as bytes, without its request id; equal operations have equal bytes."""
     present = {
         name: [place for place, each in enumerate(operation.data) if _of(each, name) is not None]
         for name in _COLUMNS

@@ -31,13 +31,10 @@ class RequestId(NamedTuple):
 
 
 def parse_request_id(text: str) -> RequestId:
-    """Return the parts of a request id.
+    """Return the parts of a request id; RecordError for another text.
 
     >>> parse_request_id("S:sample:1:77")
     RequestId(target='S:sample:1', number=77)
-
-    Raises:
-        RecordError: the text is no request id.
     """
     target, _, number = text.rpartition(":")
     known = MODEL_ID.fullmatch(target) or SAMPLER_ID.fullmatch(target)

@@ -176,10 +176,7 @@ async def _submit(
 class SampleQueue:
     """The samples of one base model, shared by its samplers.
 
-    Args:
-        client: the store.
-        base_model: name of the base model.
-        sampler: name of the caller. Its unfinished samples come again after a restart.
+    Unfinished samples of a sampler come again after its restart under the same name.
     """
 
     def __init__(self, client: redis.Redis, base_model: str, *, sampler: str) -> None:
