@@ -67,17 +67,7 @@ class BodyMemory:
 class RequestBody:
     """The body of a request, counted as it arrives and as it is unpacked.
 
-    Args:
-        receive: receives the messages of the request.
-        limit: largest body in bytes, as it is sent and unpacked.
-        declared: bytes that the meter has counted already.
-        meter: use of the key; None for a key without limits.
-        memory: memory that all bodies share.
-        owner: owner of the key; "" for a request without one.
-
-    Attributes:
-        limit: as the argument.
-        owner: as the argument.
+    The meter has counted the `declared` bytes already. The owner is "" without a key.
     """
 
     def __init__(
@@ -102,9 +92,8 @@ class RequestBody:
     async def read(self) -> None:
         """Receive the whole body, unless the client disconnects.
 
-        Raises:
-            HTTPException: 408 for a body that stops to arrive, 413 for a part beyond the limit,
-                429 where all bodies need too much memory.
+        HTTPException 408 for a body that stops to arrive, 413 for a part beyond the limit, 429
+        where all bodies need too much memory.
         """
         body, has_more = bytearray(), True
         while has_more:

@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 
 class ReadShare(Protocol):
-    """Returns the bytes of one rank's share of a mini-batch, as a batcher sends them.
-
-    A service never imports another one, so the function comes from outside.
-    """
+    """Returns one rank's share of a mini-batch. It is passed in: services import no other one."""
 
     def __call__(
         self, run: str, step: int, *, mini_batch: int, dp_rank: int, dp_world_size: int

@@ -39,12 +39,7 @@ def describe_checkpoint(saved: SavedCheckpoint) -> dict[str, Any]:
 
 
 def describe_model(model: ModelRecord, checkpoints: Iterable[SavedCheckpoint]) -> dict[str, Any]:
-    """Return a model as the SDK reads it.
-
-    Args:
-        model: its record.
-        checkpoints: those of its owner, the oldest first.
-    """
+    """Return a model as the SDK reads it; the checkpoints are those of its owner, oldest first."""
     newest = {each.path.kind: each for each in checkpoints if each.path.model_id == model.model_id}
     last = {kind: describe_checkpoint(each) for kind, each in newest.items()}
     return {

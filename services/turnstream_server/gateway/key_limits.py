@@ -163,7 +163,6 @@ class LimitedApp:
         return 0.0 if meter is None else meter.admit(0, now_s=now_s)
 
     def _max_bytes(self, found: ApiKey | TurnstreamError) -> int:
-        """Return the largest body of a request."""
         most = self._gateway.options.max_body_bytes
         if isinstance(found, TurnstreamError):
             return min(most, _STRANGER_BYTES)
@@ -182,7 +181,6 @@ def _releasing(place: Place, send: Send) -> Send:
 
 
 async def _identified(keys: KeyChecks, secret: str) -> ApiKey | TurnstreamError:
-    """Return the key of a request, or the error of the check."""
     try:
         return await keys.identify(secret)
     except TurnstreamError as error:
@@ -207,13 +205,11 @@ def _owner_of(scope: Scope) -> str:
 
 
 def _declared_bytes(headers: Headers) -> int:
-    """Return the length of the body in the headers; 0 if they do not have it."""
     text = headers.get("content-length", "")
     return int(text) if text.isascii() and text.isdecimal() else 0
 
 
 def _refused(scope: Scope, status: int, text: str) -> Response:
-    """Return an answer in the form of the API of the request."""
     if _is_rest(scope):
         return response(Problem(type="about:blank", title=text, status=status, detail=text))
     return json_response({"detail": text}, status=status)
@@ -243,7 +239,6 @@ def _too_many_present(owner: str, *, limit: int) -> RejectedError:
 
 
 def _too_many(scope: Scope, error: RejectedError) -> Response:
-    """Return the answer to a request that may be accepted later."""
     if _is_rest(scope):
         return response(problem_of(error))
     refusal = json_response({"detail": error.message}, status=429)

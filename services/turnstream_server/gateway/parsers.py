@@ -64,14 +64,9 @@ class Parsers:
     ) -> _Result:
         """Return the content of a body, or raise the error of its parser.
 
-        RecordError for JSON that would become too many Python objects. A body that is parsed in the
-        event loop is too small for that.
-
-        Args:
-            parse: can be pickled, with its result and its errors, if `is_json`.
-            body: the whole body.
-            owner: owner of the key of the request.
-            is_json: the parser holds the interpreter lock.
+        If `is_json`, the parser holds the interpreter lock, and can be pickled with its result and
+        its errors. RecordError for JSON that would become too many Python objects; a body that is
+        parsed in the event loop is too small for that.
         """
         if len(body) <= IN_LOOP_BYTES:
             return parse(body)
@@ -120,7 +115,6 @@ def _pickled(parse: Callable[[bytes], Any], body: bytes) -> bytes:
 
 
 def _parse_json(parse: Callable[[bytes], _Result], body: bytes) -> _Result:
-    """Return the content of a JSON body that is counted first."""
     if len(body) > MAX_JSON_BYTES:
         raise RecordError(f"the body has {len(body)} bytes of JSON, more than {MAX_JSON_BYTES}")
     found = {"brackets": body.count(b"{") + body.count(b"["), "quotation marks": body.count(b'"')}

@@ -45,12 +45,7 @@ class DroppedResultError(LookupError):
 
 
 class Polls:
-    """The polls of one process.
-
-    Args:
-        client: the store. Results are read by it.
-        listener: a client of its own connection, which is blocked most of the time.
-    """
+    """The polls of one process. The listener has its own connection, and is blocked most times."""
 
     def __init__(self, client: redis.asyncio.Redis, listener: redis.asyncio.Redis) -> None:
         self._client = client
@@ -74,11 +69,7 @@ class Polls:
         """Return the stored bytes of a result; None if it is not there after `hold_s`.
 
         While the store is away, the poll is held too. A client repeats a failed poll at once.
-
-        Args:
-            request_id: the request.
-            hold_s: longest wait.
-            check: reads the store, and raises if the caller may not have the result.
+        `check` reads the store, and raises if the caller may not have the result.
 
         Raises:
             UnknownRequestError: there is no such request.

@@ -81,9 +81,6 @@ async def serving(options: GatewayOptions) -> AsyncIterator[str]:
     """Serve until the end of the block; yield the bound "host:port", or "https://host:port".
 
     The store may be away, also at the start: requests are answered with 503, and polls are held.
-
-    Raises:
-        InvalidConfigError: the address to listen on is taken, or none.
     """
     async with contextlib.AsyncExitStack() as stack:
         listener, address = _listening(options.listen)
@@ -176,7 +173,6 @@ async def _return_memory_without_end() -> None:
 
 
 def _listening(listen: str) -> tuple[socket.socket, str]:
-    """Return a listening socket and its "host:port"."""
     host, port = split_address(listen, option="--listen")
     try:
         listener = listening_socket(host, port)

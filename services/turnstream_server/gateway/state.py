@@ -50,11 +50,7 @@ class BaseModels:
         return served[name]
 
     async def known(self, name: str) -> BaseModel:
-        """Return a base model whose workers may be away for now.
-
-        Raises:
-            NotReadyError: no worker has ever registered it.
-        """
+        """Return a base model whose workers may be away; NotReadyError if it never had any."""
         if name not in self._known or time.monotonic() - self._read_s >= _REFRESH_S:
             self._known = await read_bases(self._client, is_served=False)
             self._read_s = time.monotonic()
@@ -122,11 +118,7 @@ class Gateway:
 
 
 def session_of(target: str) -> str:
-    """Return the id of the session of a model or sampling session.
-
-    >>> session_of("S:train:0")
-    'S'
-    """
+    """Return the id of the session of a model or sampling session."""
     return target.partition(":")[0]
 
 

@@ -79,11 +79,7 @@ def bounded_client(url: str, *, max_connections: int) -> redis.asyncio.Redis:
 
 
 class StoreThreads:
-    """The threads of one gateway process, and the client that they share.
-
-    Args:
-        url: address of the store.
-    """
+    """The threads of one gateway process, and the client that they share."""
 
     def __init__(self, url: str) -> None:
         self._client = connect(url, silent_s=SILENT_S)  # connects when it is first used
@@ -94,17 +90,12 @@ class StoreThreads:
     async def run(self, work: Callable[[redis.Redis], _Result]) -> _Result:
         """Return the result of a function of the client, which runs in a thread.
 
-        Raises:
-            CorruptRecordError: a stored record is damaged.
-            UnknownFormatError: another release wrote it.
+        CorruptRecordError for a damaged record, and UnknownFormatError for that of another release.
         """
         return await self._in_thread(lambda: work(self._client))
 
     async def run_heavy(self, work: Callable[[], _Result], *, owner: str) -> _Result:
-        """Return the result of a function that needs much memory; one runs at a time.
-
-        Owners of keys take turns.
-        """
+        """Return the result of a function that needs much memory; owners run one, in turn."""
         async with self._heavy_places.borrow(owner) as place:
             await place.take()
             async with self._heavy:

@@ -40,11 +40,7 @@ class EntryId(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> EntryId:
-        """Return the id of a text.
-
-        >>> EntryId.parse("1700000000123-4") > EntryId.parse("1700000000123-0")
-        True
-        """
+        """Return the id of a text such as "1700000000123-4"."""
         ms, _, number = text.partition("-")
         return cls(int(ms), int(number or 0))
 
@@ -53,13 +49,7 @@ class EntryId(NamedTuple):
 
 
 class _Stream:
-    """A stream that is read.
-
-    Attributes:
-        position: newest known entry.
-        waiters: an event for each waiter, with the entry that it knows.
-        idle_since_s: time of its last waiter.
-    """
+    """A stream that is read: its newest known entry, and the entry that each waiter knows."""
 
     def __init__(self, position: EntryId) -> None:
         self.position = position
@@ -75,14 +65,7 @@ class _Stream:
 
 
 class StreamWaits:
-    """The waits of one process.
-
-    Args:
-        url: address of the store.
-
-    Attributes:
-        is_closed: the process stops; no wait is held any more.
-    """
+    """The waits of one process. Once it stops (`is_closed`), no wait is held any more."""
 
     def __init__(self, url: str) -> None:
         self.is_closed = False
@@ -102,17 +85,10 @@ class StreamWaits:
         return self._reading is not None
 
     async def wait(self, known: Mapping[str, str], *, timeout_s: float) -> None:
-        """Return when one of these streams has an entry after the known one.
+        """Return when one of these streams has an entry after the known one, or after `timeout_s`.
 
         Returns early if the store was away: entries may have been missed. The caller reads the
-        streams and waits again.
-
-        Args:
-            known: id of the newest known entry, by stream.
-            timeout_s: longest wait.
-
-        Raises:
-            UnavailableError: the process stops.
+        streams and waits again. UnavailableError once the process stops.
         """
         self._check_open()
         notified = asyncio.Event()
@@ -179,7 +155,6 @@ class StreamWaits:
             await link.close()
 
     def _drop_idle(self) -> bool:
-        """Drop streams without waiters; return whether any is left."""
         now_s = _now_s()
         for name, stream in [*self._streams.items()]:
             if not stream.waiters and now_s - stream.idle_since_s > _LINGER_S:

@@ -39,13 +39,7 @@ _MAX_NUMBER: Final = 2**31 - 1
 
 
 class Prepared(NamedTuple):
-    """A call that can be submitted.
-
-    Attributes:
-        content: bytes of an operation; for a call that cannot be read, its body.
-        refusal: its result if it must not run.
-        identity: as for `submit`.
-    """
+    """A call that can be submitted; `content` is its body if it cannot be read."""
 
     content: bytes
     refusal: Failure | None = None
@@ -53,13 +47,7 @@ class Prepared(NamedTuple):
 
 
 async def open_model(caller: TinkerCaller, model_id: str, *, number: int) -> ModelRecord:
-    """Return the model of a call with this number.
-
-    Raises:
-        RunNotFoundError: there is no such model.
-        EndOfRunError: its session has ended.
-        RecordError: the number is none of a call.
-    """
+    """Return the model of a call, whose session is open; RecordError if no call has the number."""
     if number > _MAX_NUMBER:
         raise RecordError(f"seq_id is {number}, expected {_MAX_NUMBER} at most")
     record = await caller.model(model_id)
@@ -100,8 +88,7 @@ def prepare_training(
 async def prepare_run_call(caller: TinkerCaller, content: ForwardBackwardRun) -> Prepared:
     """Return a call on the run that has the name now; refused if there is none.
 
-    A repeated call is the same one, also if another run has the name by then. AccessDeniedError for
-    a key that may not use the run.
+    A repeated call is the same one, also if another run has the name by then.
     """
     caller.key.require("train", run=content.run)
     identity, refusal = encode_content(content), None

@@ -43,16 +43,13 @@ def refusal_of(
 ) -> Refusal | None:
     """Return why a request is refused: it is of a foreign page, or its body has no media type.
 
+    Names of headers and of hosts are in lower case.
+
     >>> own = {"host": "127.0.0.1:7601", "origin": "http://127.0.0.1:7601"}
     >>> refusal_of(own, names=(), takes_any_host=False)
     >>> foreign = {"host": "127.0.0.1:7601", "origin": "http://127.0.0.1:8888"}
     >>> refusal_of(foreign, names=(), takes_any_host=False).status
     403
-
-    Args:
-        headers: those of the request, with names in lower case.
-        names: host names under which the gateway is reached, in lower case.
-        takes_any_host: every `Host` is accepted.
     """
     host, origin = headers.get("host", ""), headers.get("origin")
     if not (takes_any_host or _is_own(host, names)):
@@ -89,10 +86,7 @@ def _is_own(host: str, names: Collection[str]) -> bool:
 
 
 def _is_same_origin(origin: str, host: str, names: Collection[str]) -> bool:
-    """Return whether a page is of the gateway itself, or has one of its names.
-
-    A proxy may replace the Host.
-    """
+    """Return whether a page is of the gateway, or has one of its names: proxies change Hosts."""
     scheme, _, server = origin.lower().partition("://")
     if not server or scheme not in ("http", "https"):
         return False

@@ -48,12 +48,7 @@ def base_folder(folder: Path) -> Path:
 
 
 class Adapter:
-    """One adapter of a base model.
-
-    Attributes:
-        model: the base model with all its adapters.
-        name: name of this one in `Adapters`.
-    """
+    """One adapter of a base model, by its name in `Adapters`. The model has all of them."""
 
     def __init__(self, peft: PeftModel, name: str) -> None:
         self.model = cast(PreTrainedModel, peft.get_base_model())
@@ -119,9 +114,7 @@ class Adapter:
 class Adapters:
     """The adapters of one base model, whose weights stay as they are.
 
-    Args:
-        model: the base model; its layers receive the adapters.
-        base: folder of the base model, which the folders of adapters name.
+    The folders of adapters name `base`, its folder.
     """
 
     def __init__(self, model: PreTrainedModel, base: Path) -> None:
@@ -147,12 +140,7 @@ class Adapters:
         return self._inject(name, lora, seed=config.seed)
 
     def load(self, name: str, folder: Path) -> Adapter:
-        """Add and return the adapter of a folder.
-
-        Raises:
-            InvalidConfigError: the weights of the folder do not fit the base model.
-            ConflictError: the name is taken.
-        """
+        """Add and return the adapter of a folder; InvalidConfigError if it does not fit."""
         lora = _read_config(folder)
         lora.inference_mode = False
         adapter = self._inject(name, lora, seed=0)
@@ -170,11 +158,7 @@ class Adapters:
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Make forward passes those of an adapter, or of the base model for the name "".
-
-        Raises:
-            InvalidConfigError: there is no such adapter.
-        """
+        """Make forward passes those of an adapter, or of the base model for the name ""."""
         if name and (self._peft is None or name not in self._peft.peft_config):
             raise InvalidConfigError("adapter", f"the base model has no adapter {name!r}")
         if self._peft is None:

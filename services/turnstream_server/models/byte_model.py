@@ -22,12 +22,7 @@ _NUM_BYTES: Final = 256
 
 
 def write_byte_model(folder: Path, spec: SmallModelSpec | None = None) -> None:
-    """Write a model and its tokenizer into a new folder, in Hugging Face layout.
-
-    Args:
-        folder: an old one is replaced.
-        spec: sizes and seed; None takes `byte_model_spec()`.
-    """
+    """Write a model and its tokenizer into a new folder, in Hugging Face layout."""
     model: Any = load_policy(spec or byte_model_spec())
     model.config.eos_token_id = model.generation_config.eos_token_id = _NUM_BYTES
     with new_folder(folder) as written:
@@ -59,10 +54,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _characters_of_bytes() -> list[str]:
-    """Return the character that stands for each byte in a byte-level vocabulary.
-
-    Printable bytes of Latin-1 stand for themselves, all others for characters from 256 on.
-    """
+    """Return the character that stands for each byte: printable Latin-1 for itself."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(_NUM_BYTES, 2 * _NUM_BYTES))
     return [chr(byte if byte in printable else next(others)) for byte in range(_NUM_BYTES)]

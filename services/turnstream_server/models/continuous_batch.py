@@ -74,11 +74,7 @@ class _Lane:
 
 
 class ContinuousBatch:
-    """The running and the waiting sequences of a model, and of adapters of it.
-
-    Attributes:
-        model: the policy.
-    """
+    """The running and the waiting sequences of a model, and of adapters of it."""
 
     def __init__(
         self,
@@ -218,8 +214,7 @@ class ContinuousBatch:
     def _pause(self, sequence: SampleSequence) -> None:
         """Stop a running sequence until its next turn.
 
-        Its keys and values are kept, unless paused sequences have too many. Then they are computed
-        again.
+        Its keys and values are computed again if paused sequences have too many.
         """
         lane = self._lanes[sequence.request.adapter]
         row = lane.rows.index(sequence)
@@ -278,7 +273,6 @@ class ContinuousBatch:
         self._join(rows, starts)
 
     def _score_prompt(self, request: SampleRequest, prefix: Prefix) -> None:
-        """Compute the log-probabilities of a prompt, if the request asks for them."""
         if request.wants_prompt_logprobs:
             request.prompt_version = self.version(request.adapter)
             request.prompt = prompt_logprobs(

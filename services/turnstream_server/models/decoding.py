@@ -64,10 +64,7 @@ def prefill_passes(lengths: Sequence[int]) -> list[list[int]]:
 
 @torch.inference_mode()
 def prefill(model: PreTrainedModel, prompts: Sequence[NDArray[np.int32]]) -> list[Prefix]:
-    """Return every prompt after one forward pass over all of them.
-
-    Attention is causal, so no prompt sees the padding after it.
-    """
+    """Return every prompt after one forward pass: causal attention does not see padding."""
     rows = [torch.from_numpy(prompt).long() for prompt in prompts]
     ids_BT = pad_sequence(rows, batch_first=True).to(model.device)
     cache = DynamicCache()

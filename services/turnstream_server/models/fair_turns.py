@@ -48,11 +48,7 @@ ANYONE: Final = Share()
 
 
 class Turn(NamedTuple):
-    """The share whose first waiting sequence starts, and the running sequences that pause for it.
-
-    Attributes:
-        paused: positions of `running`.
-    """
+    """The share whose first waiting sequence starts, and the places in `running` that pause."""
 
     share: Share
     paused: tuple[int, ...] = ()

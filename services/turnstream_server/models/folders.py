@@ -57,10 +57,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_unfinished(parent: Path) -> list[str]:
-    """Remove the unfinished folders of a killed process, and return their names.
-
-    The process must not run any more.
-    """
+    """Remove the unfinished folders of a killed process, and return their names."""
     names = sorted(leftover.name for leftover in parent.glob(f"{_UNFINISHED}*"))
     for name in names:
         shutil.rmtree(parent / name)

@@ -42,10 +42,7 @@ class RowCache:
     Rows are right-aligned: the newest token of every row is in the same column. So the distance of
     two columns is the distance of their positions, as attention with a sliding window needs it.
     A decode step writes one column in place. Buffers are a quarter larger than needed, so that few
-    steps copy them.
-
-    Attributes:
-        lengths: cached tokens of every row.
+    steps copy them. `lengths` are the cached tokens of every row.
     """
 
     def __init__(self) -> None:

@@ -128,8 +128,7 @@ def response_scores(
 def padded_target_logprobs(model: PreTrainedModel, part: OperationTensors) -> Tensor:
     """Return the log-probability of each target of operation rows, float32 (N, K).
 
-    The forward pass has the rows at one width. Logits are computed in chunks, and again for the
-    gradient.
+    Rows have one width. Logits are computed in chunks, and again for the gradient.
     """
     row_N, slot_N = part.row_of_N, part.position_ids_N
     longest = max(end - begin for begin, end in itertools.pairwise(part.bounds))
@@ -141,10 +140,7 @@ def padded_target_logprobs(model: PreTrainedModel, part: OperationTensors) -> Te
 
 
 def packed_target_logprobs(model: PreTrainedModel, part: OperationTensors) -> Tensor:
-    """Return `padded_target_logprobs` of a forward pass without padding.
-
-    The model is one of `models.packed.enable_packing`.
-    """
+    """Return `padded_target_logprobs` of a pass without padding, after `packed.enable_packing`."""
     rows = PackedRows(part.input_ids_N, part.position_ids_N, part.bounds)
     slot_N = torch.arange(len(part.input_ids_N), device=part.input_ids_N.device)
     scored = ScoringSlots(

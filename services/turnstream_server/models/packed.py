@@ -142,14 +142,12 @@ _ROW: Final = [1, 0, 0, 1, 0]
 
 
 def _dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype that the model computes in, here and now."""
     kind = model.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
 
 
 @torch.no_grad()
 def _trial_alone(model: PreTrainedModel) -> Tensor:
-    """Return the logits of the row of the trial, alone and with the model's own attention."""
     ids = torch.tensor([_ROW], device=model.device)
     return model(input_ids=ids, use_cache=False).logits[0]
 

@@ -65,11 +65,7 @@ def load_policy(
 def load_adapter(
     folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Adapter:
-    """Return the active adapter of a folder, on the base model that the folder names.
-
-    Raises:
-        InvalidConfigError: the base model does not load, or the adapter does not fit it.
-    """
+    """Return the active adapter of a folder, on the base model that the folder names."""
     from turnstream_server.models.adapters import Adapters, base_folder
 
     base = base_folder(folder)
@@ -105,10 +101,7 @@ def recompute_layers(model: PreTrainedModel) -> None:
     """Keep only the input of each layer for the gradient (arXiv:1604.06174).
 
     transformers does so in training mode alone, which would switch dropout on. This works in
-    evaluation mode too.
-
-    Raises:
-        InvalidConfigError: the model has no such layers.
+    evaluation mode too. InvalidConfigError if the model has no such layers.
     """
     layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
     if not layers:

@@ -97,8 +97,7 @@ class Sampler:
         requests.
 
         Raises:
-            InvalidConfigError: the prompt or a parameter does not fit to the model, or it has no
-                such adapter.
+            InvalidConfigError: prompt, parameters or adapter do not fit the model.
             RejectedError: the sampler is closed, or has `max_requests` unfinished requests.
         """
         request = new_request(

@@ -104,11 +104,7 @@ def sample_tokens(
     params: SamplingParams,
     rng: np.random.Generator,
 ) -> SampledTokens:
-    """Return a token for every prompt, in their order; equal states of `rng` give equal tokens.
-
-    The log-probabilities are those of `choose_tokens`. Attention is causal, so no prompt sees the
-    padding after it.
-    """
+    """Return a token for every prompt, in their order; equal states of `rng` give equal tokens."""
     rows = [torch.from_numpy(prompt).long() for prompt in prompts]
     ids_BT = pad_sequence(rows, batch_first=True).to(model.device)
     last_B = torch.tensor([len(row) - 1 for row in rows], device=model.device)

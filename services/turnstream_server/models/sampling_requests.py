@@ -34,13 +34,7 @@ from turnstream_server.models.stop_strings import StopStringMatcher, decode, fir
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """Bounds of a model for requests.
-
-    Attributes:
-        vocab_size: token ids below this exist.
-        max_positions: longest sequence in tokens, prompt included.
-        end_ids: tokens that end a sequence by default.
-    """
+    """Bounds of a model for requests: token ids, longest sequence, and the tokens that end one."""
 
     vocab_size: int
     max_positions: int
@@ -78,18 +72,11 @@ class SampleRequest:
     """A request that waits or runs.
 
     Attributes:
-        prompt_ids: int32 (P,).
-        params: as submitted.
-        max_tokens: most sampled tokens of each sequence.
-        stop_ids: tokens that end a sequence.
-        tokenizer: for stop strings and texts.
         adapter: adapter of the model that samples; "" for the model itself.
         future: its result. A cancelled future ends the request.
         prompt: log-probabilities of the prompt, once they are computed.
-        prompt_version: policy version of these.
         shared: the prompt after its forward pass, while samples wait.
         num_waiting: samples that have not started.
-        share: session and owner of the request.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -181,9 +168,6 @@ class SampleSequence:
     """One sequence of a request: its tokens so far, and its random numbers.
 
     Attributes:
-        request: the request.
-        token_ids: sampled tokens.
-        is_finished: whether the last token is one of them.
         paused: keys and values of all tokens but the last one, while the sequence is paused. None
             if they must be computed again.
     """
@@ -231,10 +215,9 @@ class SampleSequence:
     def add(
         self, token_id: int, logprob: float, *, version: int, topk: tuple[list[int], list[float]]
     ) -> None:
-        """Record the next token, and finish the sequence at its end.
+        """Record the next token, and finish the sequence at its end; NaN is an InvalidConfigError.
 
-        InvalidConfigError for a log-probability that is NaN. `topk` has at least as many values as
-        the request asks for.
+        `topk` has at least as many values as the request asks for.
         """
         if logprob != logprob:
             message = f"version {version} returned NaN for token {len(self.token_ids)} of a sample"

@@ -50,10 +50,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def one_pass(model: nn.Module, compute: Callable[[], _Value]) -> _Value:
-    """Return `compute()`, which is one forward pass of the model.
-
-    Inside it, weights that belong to no layer are gathered, such as the output embeddings.
-    """
+    """Return `compute()`, one forward pass, with weights that belong to no layer gathered."""
     run: Callable[[Callable[[], _Value]], _Value] | None = getattr(model, _METHOD, None)
     return compute() if run is None else run(compute)
 
@@ -71,10 +68,7 @@ def whole(tensor: Tensor) -> Tensor:
 def whole_weights(
     named: Iterable[tuple[str, Tensor]], *, only_rank: int | None = None
 ) -> dict[str, Tensor]:
-    """Return whole copies of weights on the CPU; all ranks call it.
-
-    With `only_rank`, other ranks get no copies.
-    """
+    """Return whole copies of weights on the CPU, or on one rank alone; all ranks call it."""
     wanted = only_rank is None or dist.get_rank() == only_rank
     copies: dict[str, Tensor] = {}
     for name, weight in named:

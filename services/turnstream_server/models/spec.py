@@ -81,9 +81,6 @@ def layer_switches(text: str) -> dict[str, bool]:
 
     >>> layer_switches("attention,mlp")
     {'train_attention': True, 'train_mlp': True, 'train_unembedding': False}
-
-    Raises:
-        InvalidConfigError: a name is not in `LAYERS`.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
@@ -97,9 +94,6 @@ def parse_base(text: str) -> tuple[str, Path]:
 
     >>> parse_base("tiny/byte=/models/byte"), parse_base("/models/byte")[0]
     (('tiny/byte', PosixPath('/models/byte')), 'byte')
-
-    Raises:
-        InvalidConfigError: the text is not NAME=PATH or PATH.
     """
     name, mark, path = text.partition("=")
     if not mark:

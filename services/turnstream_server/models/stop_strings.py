@@ -51,10 +51,6 @@ def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 
 
 def first_end(text: str, stop_strings: Sequence[str], *, begin: int = 0) -> int | None:
-    """Return the end of the stop string that is complete first, or None.
-
-    >>> first_end("a|end|", ("end|", "|"))
-    2
-    """
+    """Return the end of the stop string that is complete first, or None."""
     found = [(text.find(each, begin), len(each)) for each in stop_strings]
     return min((at + length for at, length in found if at >= 0), default=None)

@@ -18,15 +18,9 @@ from turnstream_server.models.logprobs import ScoringSlots, placed_scores
 
 
 class ValueModel(nn.Module):
-    """The layers of a causal language model, with a linear head to one number.
+    """The layers of a causal language model, with a linear head to one number, which begins at 0.
 
-    The head begins with zeros, and so do all values.
-
-    Args:
-        policy: its layers become those of this model; its unembedding is dropped.
-
-    Raises:
-        InvalidConfigError: its layers cannot be separated from the unembedding.
+    The layers become those of this model; the unembedding of the policy is dropped.
     """
 
     def __init__(self, policy: PreTrainedModel) -> None:

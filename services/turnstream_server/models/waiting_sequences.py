@@ -31,10 +31,7 @@ class WaitingSequences:
             self._queues.setdefault(each.request.share, deque()).appendleft(each)
 
     def first(self) -> dict[Share, SampleRequest | SampleSequence]:
-        """Return the first of each share, the share that has waited longest for its turn first.
-
-        Finished, failed and cancelled requests are dropped.
-        """
+        """Return the first of each share that is not over, the longest waiting share first."""
         for share, queue in [*self._queues.items()]:
             while queue and _request(queue[0]).is_over():
                 queue.popleft()

@@ -59,10 +59,8 @@ def completion_requests(
 ) -> list[dict[str, Any]]:
     """Return the bodies of the requests for a sample: one, or one for each seeded sequence.
 
-    Servers differ in the seeds of the sequences of one request.
-
-    Raises:
-        InvalidConfigError: the row would be longer than the server's longest.
+    Servers differ in the seeds of the sequences of one request. InvalidConfigError for a row that
+    is longer than the server's longest.
     """
     params = sample.params
     body = {
@@ -97,12 +95,7 @@ def completion_requests(
 
 
 def result_of(sample: SampleRequest, answers: Sequence[Mapping[str, Any]]) -> SampleResult:
-    """Return the result out of the answers to the requests of a sample.
-
-    Raises:
-        InvalidTurnError: an answer lacks a field.
-        UnavailableError: the server ended a sequence early.
-    """
+    """Return the result out of the answers; UnavailableError if a sequence was ended early."""
     params = sample.params
     sequences = [
         _sequence(sample, answer, index)

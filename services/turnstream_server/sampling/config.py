@@ -88,13 +88,10 @@ class SamplerOptions:
 
 
 def parse_forward(target: str) -> tuple[str, str]:
-    """Return kind and address of an inference server.
+    """Return kind and address of an inference server; InvalidConfigError for another text.
 
     >>> parse_forward("vllm=http://10.0.0.7:8000/")
     ('vllm', 'http://10.0.0.7:8000')
-
-    Raises:
-        InvalidConfigError: the text is not vllm=URL or sglang=URL.
     """
     kind, _, url = target.partition("=")
     with suppress(ValueError):  # the port is no number

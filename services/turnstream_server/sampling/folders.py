@@ -10,12 +10,7 @@ from turnstream_server.models.folders import is_adapter_folder
 
 
 class SnapshotFolder(NamedTuple):
-    """Weights on disk, which never change. A replaced folder is another one.
-
-    Attributes:
-        path: the folder.
-        inode, modified_ns: identity of the folder on disk; a replaced folder has others.
-    """
+    """Weights on disk, which never change. A folder that replaces it has another inode or time."""
 
     path: Path
     inode: int

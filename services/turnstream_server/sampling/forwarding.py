@@ -45,13 +45,9 @@ _SHOWN_CHARACTERS: Final = 300
 
 
 class Forwarder:
-    """Samples from the least busy of several servers of one base model.
+    """Samples from the least busy of several servers of one base model (`vllm=URL`, `sglang=URL`).
 
-    Args:
-        targets: `vllm=URL` or `sglang=URL`.
-        shared: folder below which snapshots are.
-        max_adapters: adapters that are loaded on each server at one time.
-        api_key: sent as bearer token, if it is not empty.
+    Each server has `max_adapters` at one time. An `api_key` is sent as bearer token.
     """
 
     def __init__(
@@ -71,12 +67,7 @@ class Forwarder:
         self._thread.start()
 
     def submit(self, sample: SampleRequest) -> Future[SampleResult]:
-        """Return the future of a sample.
-
-        Raises:
-            InvalidConfigError: a server does not support a field.
-            RunNotFoundError: the folder of the snapshot is gone.
-        """
+        """Return the future of a sample; InvalidConfigError for a field that is not supported."""
         for server in self._servers:
             require_supported(sample, kind=server.kind)
         snapshot = None if sample.folder is None else find_snapshot(self._shared, sample.folder)
@@ -151,7 +142,6 @@ class _Server:
             self._uses -= Counter([name])  # without the names that have no use
 
     async def _complete(self, body: Mapping[str, Any], adapter: str) -> dict[str, Any]:
-        """Return the answer to a request."""
         try:
             return (await self._call("POST", "/v1/completions", json=body)).json()
         except (RejectedError, InvalidConfigError) as error:
@@ -195,7 +185,6 @@ class _Server:
         await self._call("POST", f"{self._route}{verb}_lora_adapter", json=content)
 
     async def _served_model(self) -> ServedModel:
-        """Return the model that is no adapter."""
         cards = (await self._call("GET", "/v1/models")).json()["data"]
         card = next(each for each in cards if each.get("parent") is None)
         return ServedModel(card["id"], card["max_model_len"])
@@ -217,8 +206,5 @@ class _Server:
 
 
 def adapter_name(sample: SampleRequest, snapshot: SnapshotFolder) -> str:
-    """Return the name of a snapshot on servers: its folder, and the time at which it was written.
-
-    Another folder that replaces it has another name.
-    """
+    """Return the name of a snapshot on servers; one that replaces its folder has another name."""
     return f"{sample.folder}@{snapshot.modified_ns}"

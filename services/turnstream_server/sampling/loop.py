@@ -74,12 +74,8 @@ class _Finished(NamedTuple):
 class SampleLoop:
     """Reads the samples of a base model, and writes their results.
 
-    Args:
-        samples: the queue. Other loops must have another name of the sampler.
-        engine: it may be shared. Its unfinished samples at the end of `run` have no result.
-        max_unfinished: no more samples are read while so many have no stored result, unless one
-            session has more than half of them. Then samples of others may wait after its own.
-        max_ahead: most unfinished samples in that case.
+    No more samples are read while `max_unfinished` have no stored result, unless one session has
+    more than half of them: samples of others may wait after its own. `max_ahead` limits these.
     """
 
     def __init__(
@@ -151,7 +147,6 @@ class SampleLoop:
         repeat_until(self._is_over, drop_ended, what="the ends of samples are not read")
 
     def _named(self, ids: Set[str]) -> list[SampleRequest]:
-        """Return the running samples of these requests and sessions."""
         requests = {each for each in ids if each in self._futures}
         sessions = {each for each in ids if ":" not in each}
         if not requests and not sessions:
@@ -192,7 +187,6 @@ class SampleLoop:
                 self._submit(sample)
 
     def _drop(self, samples: Iterable[SampleRequest]) -> None:
-        """Cancel samples that have a result, or whose session has ended."""
         for request_id in {str(each.request_id) for each in samples}:
             if (future := self._futures.pop(request_id, None)) is not None and future.cancel():
                 self._finished.put(_Finished(request_id, _UNWANTED))

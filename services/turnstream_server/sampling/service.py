@@ -29,11 +29,7 @@ _MAX_UNFINISHED: Final = 512
 
 
 def run_sampler(options: SamplerOptions, readiness: Readiness | None = None) -> None:
-    """Sample until SIGTERM or SIGINT; then finish the running samples for some seconds.
-
-    Raises:
-        InvalidConfigError: a base model does not load.
-    """
+    """Sample until SIGTERM or SIGINT; then finish the running samples for some seconds."""
     stop = threading.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: stop.set())

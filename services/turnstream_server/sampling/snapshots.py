@@ -36,14 +36,7 @@ _VERSION: Final = 0
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Loaded:
-    """A snapshot that is loaded.
-
-    Attributes:
-        sampler: the one that has it.
-        adapter: its name there; "" for a whole model.
-        unload: releases its memory.
-        num_unfinished: samples that wait or run.
-    """
+    """A snapshot that is loaded; `adapter` is its name in the sampler, "" for a whole model."""
 
     sampler: Sampler
     adapter: str
@@ -71,9 +64,6 @@ class Snapshots:
         max_requests: unfinished samples.
         device: device of the weights.
         dtype: type of the weights; those of adapters are float32.
-
-    Raises:
-        InvalidConfigError: the base model does not load.
     """
 
     def __init__(
@@ -105,12 +95,7 @@ class Snapshots:
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="snapshot-loader")
 
     def submit(self, sample: SampleRequest) -> Future[SampleResult]:
-        """Return the future of a sample.
-
-        Raises:
-            InvalidConfigError: the prompt or a parameter does not fit the model.
-            RunNotFoundError: the folder of the snapshot is gone.
-        """
+        """Return the future of a sample; InvalidConfigError if it does not fit the model."""
         strings = sample.params.stop_strings
         if strings and self._tokenizer is None:
             message = f"{strings[0]!r} needs a {_TOKENIZER_FILE} in the folder of the base model"
@@ -248,7 +233,6 @@ def _share(sample: SampleRequest) -> Share:
 
 
 def _cancel(started: Future[SampleResult], result: Future[SampleResult]) -> None:
-    """End a sample whose result was cancelled."""
     if result.cancelled():
         started.cancel()
 

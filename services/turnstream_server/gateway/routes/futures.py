@@ -71,12 +71,7 @@ async def cancel_future(body: Body, caller: Authenticated) -> Response:
 
 
 def encode_stored(stored: bytes, *, accept: str) -> Encoded:
-    """Return the answer for the stored bytes of a result.
-
-    Args:
-        stored: bytes of `encode_result`.
-        accept: the Accept header of the poll.
-    """
+    """Return the answer for the bytes of `encode_result`, as an Accept header wants it."""
     result = decode_result(stored)
     if isinstance(result, Failure):
         return as_json(result._asdict())
@@ -99,6 +94,5 @@ def _request_id(body: bytes) -> RequestId:
 
 
 async def _status_of_unknown(caller: TinkerCaller, request_id: RequestId) -> int:
-    """Return 410 for a request whose result is gone with its session, 404 for one without trace."""
     session = await caller.session(session_of(request_id.target))
     return 410 if session.finished else 404

@@ -25,10 +25,7 @@ async def healthz() -> Response:
 
 @router.get("/readyz")
 async def readyz(request: Request) -> Response:
-    """Return the state of the dependencies, with 503 if a needed one is not ready.
-
-    It needs no key.
-    """
+    """Return the state of the dependencies; 503 if a needed one is not ready. It needs no key."""
     gateway: Gateway = request.app.state.gateway
     status, body = await asyncio.to_thread(gateway.options.readiness.answer)
     return Response(body, status, media_type="application/json")

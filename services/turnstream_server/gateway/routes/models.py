@@ -173,6 +173,6 @@ def _checked_rank(rank: int, base: BaseModel) -> int:
 
 
 def _seed(sent: _NewModel) -> int:
-    """Return a seed that follows from the id of the model, so that a repeated call has the same."""
+    """Return a seed that follows from the id of the model: a repeated call has the same."""
     text = f"{sent.session_id}:{sent.model_seq_id}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:_SEED_BYTES])

@@ -95,12 +95,6 @@ async def _submit(
 
 
 async def _record(caller: TinkerCaller, sent: _NewSampler) -> SamplerRecord:
-    """Return the new sampling session of a call.
-
-    Raises:
-        BatchingError: the path is none of weights.
-        RunNotFoundError: the owner has no such checkpoint.
-    """
     sampler_id = f"{sent.session_id}:sample:{sent.sampling_session_seq_id}"
     if sent.model_path is None:
         if sent.base_model is None:

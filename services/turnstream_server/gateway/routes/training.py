@@ -66,8 +66,6 @@ async def forward(request: Request, body: LargeBody, caller: Authenticated) -> R
 
 
 def _submits(route: _Route) -> Callable[[bytes, TinkerCaller], Awaitable[Response]]:
-    """Return the handler of a numbered call without datums."""
-
     async def handle(body: Body, caller: Authenticated) -> Response:
         return await submit_model_call(caller, body, route=route)
 

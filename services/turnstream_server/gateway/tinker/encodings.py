@@ -27,20 +27,12 @@ class Encoded(NamedTuple):
 
 
 def media_type_of(content_type: str) -> str:
-    """Return the media type in a Content-Type header, without parameters such as a charset.
-
-    >>> media_type_of("application/JSON; charset=utf-8")
-    'application/json'
-    """
+    """Return the media type in a Content-Type header, without parameters such as a charset."""
     return content_type.partition(";")[0].strip().lower()
 
 
 def accepts_protobuf(accept: str) -> bool:
-    """Return whether an Accept header names protobuf; the SDK sends it since 0.18.
-
-    >>> accepts_protobuf("application/x-protobuf, application/json"), accepts_protobuf("*/*")
-    (True, False)
-    """
+    """Return whether an Accept header names protobuf; the SDK sends it since 0.18."""
     return PROTOBUF in accept.lower()
 
 
@@ -50,16 +42,13 @@ def as_proto(message: Message) -> Encoded:
 
 
 def as_json(content: Mapping[str, Any]) -> Encoded:
-    """Return an answer in JSON; in a thread it lets other threads run between its slices.
+    """Return an answer in JSON; BatchingError for a number that is not finite.
+
+    In a thread it lets other threads run between its slices. Flat arrays, lists of small values,
+    and iterators of further parts may be long.
 
     >>> as_json({"a": np.array([1, 2]), "b": iter([None, [0.5]])}).body
     b'{"a": [1, 2], "b": [null, [0.5]]}'
-
-    Args:
-        content: flat arrays, lists of small values, and iterators of further parts may be long.
-
-    Raises:
-        BatchingError: a number is not finite.
     """
     try:
         return Encoded("".join(_parts(content)).encode(), JSON)

@@ -79,11 +79,7 @@ class _Header(Part):
 
 
 def read_json(body: bytes, *, route: str) -> TrainingCall:
-    """Return the call in a body.
-
-    Raises:
-        RecordError: the body is no JSON object with a model and a sequence number.
-    """
+    """Return the call in a body; RecordError if it names no model and no number."""
     content, header = read_header(body, _Header)
     field, request_id = _INPUT_OF_ROUTE[route], str(RequestId(header.model_id, header.seq_id))
     return TrainingCall(

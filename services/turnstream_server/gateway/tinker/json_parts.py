@@ -74,11 +74,7 @@ class ModelInput(Part):
 
 
 def read_header(body: bytes, model: type[_Model]) -> tuple[dict[str, Any], _Model]:
-    """Return the content of a body, and the fields of it that `model` has.
-
-    Raises:
-        RecordError: the body is no JSON object with these fields.
-    """
+    """Return a JSON object, and the fields of it that `model` has; RecordError for others."""
     try:
         content = json.loads(body)
         return content, model.model_validate(content)
@@ -102,7 +98,6 @@ def read_part(content: object, model: type[_Model], *, path: Sequence[str]) -> _
 
 
 def _problem(error: ValidationError, *, path: Sequence[str]) -> str:
-    """Return the first problem, with its field and the value there."""
     first = error.errors(include_url=False, include_context=False)[0]
     inner = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in first["loc"])
     named = ", ".join([*path, *([inner.removeprefix(".")] if inner else [])])

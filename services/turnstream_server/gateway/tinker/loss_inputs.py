@@ -61,13 +61,7 @@ class SparseRows(NamedTuple):
 
 
 class LossInput(NamedTuple):
-    """An array of a datum as it was sent.
-
-    Attributes:
-        values: flat; float32 or int64.
-        shape: None has the shape of `values`.
-        sparse: None if every value was sent.
-    """
+    """An array of a datum as it was sent: flat, float32 or int64. None stands for its own shape."""
 
     values: NDArray[Any]
     shape: tuple[int, ...] | None = None
@@ -84,11 +78,7 @@ class RawDatum(NamedTuple):
 def make_operation(
     request_id: str, data: Sequence[RawDatum], *, loss: str, settings: Mapping[str, float | str]
 ) -> Operation | ForwardBackwardRun:
-    """Return the operation of a call, or the call on a run that its settings name.
-
-    Raises:
-        BatchingError: it cannot be computed.
-    """
+    """Return the operation of a call, or the call on a run; BatchingError if it has none."""
     run = settings.get(RUN)
     if isinstance(run, str):
         require_placeholder(*(sum(map(len, each.chunks)) for each in data), run=run)
@@ -148,7 +138,6 @@ def _datum(place: int, raw: RawDatum) -> Datum:
 
 
 def _array(name: str, sent: LossInput, *, dtype: str) -> NDArray[Any]:
-    """Return the array in its shape, dense."""
     if sent.values.dtype != np.dtype(dtype):
         raise BatchingError(f"{name}: dtype {sent.values.dtype}, expected {dtype}")
     shape = _shape(sent)

@@ -20,12 +20,7 @@ _NOT_PACKED: Final = (FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_STRING)
 def check_fields(body: bytes, kind: Any, *, most: int = MAX_FIELDS) -> None:
     """Raise RecordError for a message with too many fields, or one that is damaged.
 
-    Two bytes make a part, which takes a hundred in memory.
-
-    Args:
-        body: the message.
-        kind: its descriptor.
-        most: most fields of the message and its parts.
+    Two bytes make a part, which takes a hundred in memory. `kind` is the descriptor.
     """
     num_fields, is_whole = 0, True
     parts = [(0, len(body), kind)]
@@ -56,10 +51,7 @@ def check_fields(body: bytes, kind: Any, *, most: int = MAX_FIELDS) -> None:
 
 
 def _varint(body: bytes, position: int) -> tuple[int, int]:
-    """Return a number of variable length, and the position after it.
-
-    IndexError for one that has no end, or more bytes than any number of 64 bits.
-    """
+    """Return a number of at most 64 bits, and the position after it; IndexError for another one."""
     value = 0
     for place in range(_VARINT_BYTES):
         byte = body[position + place]

@@ -29,13 +29,7 @@ _Seconds = Annotated[StrictInt, Field(ge=1)]
 
 
 class ModelCall(NamedTuple):
-    """A numbered call of a model.
-
-    Attributes:
-        model_id: the model.
-        seq_id: place among the calls of the model, from 1.
-        content: the rest. A refused one uses up its number too.
-    """
+    """A numbered call of a model, from 1 on. A refused one uses up its number too."""
 
     model_id: str
     seq_id: int
@@ -98,16 +92,7 @@ class _LoadWeights(Part):
 
 
 def read_model_call(body: bytes, *, route: str) -> ModelCall:
-    """Return the call in a JSON body.
-
-    Args:
-        body: as it was sent.
-        route: "forward_backward_run", "optim_step", "save_weights", "save_weights_for_sampler",
-            "save_weights_external" or "load_weights".
-
-    Raises:
-        RecordError: the body names no model and no sequence number.
-    """
+    """Return the call in a JSON body of a route; RecordError if it names no model and no number."""
     content, header = read_header(body, _Header)
     decoded = value_or_failure(lambda: _DECODERS[route](content))
     return ModelCall(header.model_id, header.seq_id, decoded)

@@ -28,11 +28,7 @@ _DTYPES: Final = {wire.DTYPE_FLOAT32: "<f4", wire.DTYPE_INT64: "<i8"}
 
 
 def read_protobuf(body: bytes, *, route: str) -> TrainingCall:
-    """Return the call in a body.
-
-    Raises:
-        RecordError: the body is no such message.
-    """
+    """Return the call in a body; RecordError if it is no such message."""
     check_fields(body, wire.ForwardBackwardRequest.DESCRIPTOR)
     try:
         message = wire.ForwardBackwardRequest.FromString(body)

@@ -23,16 +23,7 @@ _BOUNDS: Final = {"clip_low_threshold": (0.0, 1.0), "clip_high_threshold": (1.0,
 def make_run_call(
     run: str, *, loss_fn: str, settings: Mapping[str, float | str]
 ) -> ForwardBackwardRun:
-    """Return the content of a call.
-
-    Args:
-        run: name of the run.
-        loss_fn: name of the loss.
-        settings: those of the loss; without `RUN`.
-
-    Raises:
-        BatchingError: a value is not supported. The error names it.
-    """
+    """Return the content of a call on a run; BatchingError names a value that is not supported."""
     if not run:
         raise BatchingError("run is empty, expected the name of a run")
     if loss_fn not in _LOSSES:

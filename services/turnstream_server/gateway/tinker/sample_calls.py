@@ -35,11 +35,8 @@ class Sampling(NamedTuple):
 class SampleCall(NamedTuple):
     """A call of a sampling session.
 
-    Attributes:
-        sampling_session_id: the session.
-        seq_id: number of the call, in no order; the same number again is the same call.
-        num_samples: number of sequences, at least 1. The answer to the call names each.
-        sampling: the rest. A refused one uses up its number too.
+    Numbers come in no order; the same number again is the same call. The answer names each of
+    `num_samples` sequences. A refused call uses up its number too.
     """
 
     sampling_session_id: str
@@ -72,11 +69,7 @@ class _Body(Part):
 
 
 def read_sample_call(body: bytes) -> SampleCall:
-    """Return the call in a JSON body.
-
-    Raises:
-        RecordError: the body names no session, no number, or no number of samples.
-    """
+    """Return the call in a JSON body; RecordError if it names no session, number, or samples."""
     content, header = read_header(body, _Header)
     return SampleCall(
         sampling_session_id=header.sampling_session_id,

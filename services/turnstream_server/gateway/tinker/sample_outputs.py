@@ -29,9 +29,6 @@ def encode_sample(result: SampleResult, *, accept: str) -> Encoded:
 
     Log-probabilities of the prompt and of the most likely tokens are sent if there are any. JSON
     has none of the most likely sampled tokens.
-
-    Raises:
-        BatchingError: JSON cannot carry a number.
     """
     return as_proto(_protobuf(result)) if accepts_protobuf(accept) else as_json(_json(result))
 

@@ -10,16 +10,7 @@ from turnstream_server.gateway.tinker.protobuf_calls import read_protobuf
 
 
 def read_training_call(body: bytes, *, content_type: str, route: str) -> TrainingCall:
-    """Return the call in a body.
-
-    Args:
-        body: as it was sent.
-        content_type: header of the request; parameters such as a charset are ignored.
-        route: "forward_backward", or "forward" of releases before 0.25.
-
-    Raises:
-        RecordError: the body names no model and no sequence number.
-    """
+    """Return the call in a body of a route; RecordError if it names no model and no number."""
     read = {PROTOBUF: read_protobuf, JSON: read_json}.get(media_type_of(content_type))
     if read is None:
         raise RecordError(f"Content-Type is {content_type!r}, expected {PROTOBUF} or {JSON}")

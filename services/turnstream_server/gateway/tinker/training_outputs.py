@@ -21,8 +21,7 @@ _REDUCTIONS: Final = ("mean", "sum", "min", "max", "slack", "hash2", "unique")
 def encode_output(output: TrainingOutput, *, accept: str) -> Encoded:
     """Return a result in protobuf if the Accept header of its poll names it, else in JSON.
 
-    Raises:
-        BatchingError: a metric has a name that the SDK cannot read, or JSON cannot carry a number.
+    BatchingError for a metric that the SDK cannot read, or a number that JSON cannot carry.
     """
     _check_metrics(output.metrics)
     return as_proto(_protobuf(output)) if accepts_protobuf(accept) else as_json(_json(output))
