@@ -51,65 +51,43 @@ def test_trajectory_has_at_most_48_mb_of_turns(run: RunDriver) -> None:
     assert run.do(run.append(large[5], SEAL, first=5, seals=True)) == 1
 
 
-def test_another_content_is_a_conflict_and_changes_nothing(run: RunDriver) -> None:
+def test_refused_append_changes_nothing(run: RunDriver) -> None:
     run.do(run.append(TURN_0))
 
-    with pytest.raises(ConflictError, match="turn 0 has another content"):
-        run.do(run.append(OTHER_TURN, TURN_1))
-
-    assert run.turns() == [(b"0-1", TURN_0)]
-
-
-def test_a_gap_is_refused_with_the_turn_that_is_missing(run: RunDriver) -> None:
-    run.do(run.append(TURN_0))
-
-    with pytest.raises(TurnGapError, match="expected 1"):
-        run.do(run.append(TURN_1, first=2))
-    with pytest.raises(TurnGapError, match="expected 1"):
-        run.do(run.append(TURN_1, SEAL, first=2, seals=True))
-
+    for refused, error, message in [
+        (run.append(OTHER_TURN, TURN_1), ConflictError, "turn 0 has another content"),
+        (run.append(TURN_1, first=2), TurnGapError, "expected 1"),
+        (run.append(TURN_1, SEAL, first=2, seals=True), TurnGapError, "expected 1"),
+        (run.append(TURN_0, lease="1:x"), ConflictError, "being written by w"),
+    ]:
+        with pytest.raises(error, match=message):
+            run.do(refused)
     assert run.turns() == [(b"0-1", TURN_0)]
 
 
 def test_only_a_first_call_makes_the_place_of_the_payload(run: RunDriver) -> None:
-
     with pytest.raises(FencedError, match="never opened"):
         run.do(run.append(TURN_0, lease="1"))
-
     assert run.client.exists(*run.payload_keys) == 0
 
-
-def test_a_first_call_without_records_only_makes_the_place(run: RunDriver) -> None:
-
-    assert run.do(run.append()) == 0
+    assert run.do(run.append()) == 0  # it has no records, and only makes the place
     assert run.do(run.append(TURN_0, lease="1")) == 1
 
 
-def test_two_writers_cannot_share_an_epoch(run: RunDriver) -> None:
-    run.do(run.append(TURN_0))
-
-    with pytest.raises(ConflictError, match="being written by w"):
-        run.do(run.append(TURN_0, lease="1:x"))
-
-
-def test_nothing_follows_the_seal(run: RunDriver) -> None:
-    run.do(run.append(TURN_0, SEAL, seals=True))
+def test_seal_follows_all_turns_and_nothing_follows_it(run: RunDriver) -> None:
+    run.do(run.append(TURN_0, TURN_1))
+    with pytest.raises(ConflictError, match="turn 1 is stored, not the seal"):
+        run.do(run.append(TURN_0, SEAL, seals=True))
+    run.do(run.append(SEAL, first=2, seals=True))
 
     for refused in (
-        run.append(TURN_1, first=1),
-        run.append(TURN_1, SEAL, first=1, seals=True),
-        run.append(OTHER_TURN, first=1, seals=True),
+        run.append(TURN_1, first=2),
+        run.append(TURN_1, SEAL, first=2, seals=True),
+        run.append(OTHER_TURN, first=2, seals=True),
     ):
         with pytest.raises(ConflictError, match="sealed"):
             run.do(refused)
-    assert run.turns() == [(b"0-1", TURN_0), (b"0-2", SEAL)]
-
-
-def test_a_seal_cannot_cut_off_stored_turns(run: RunDriver) -> None:
-    run.do(run.append(TURN_0, TURN_1))
-
-    with pytest.raises(ConflictError, match="turn 1 is stored, not the seal"):
-        run.do(run.append(TURN_0, SEAL, seals=True))
+    assert run.turns() == [(b"0-1", TURN_0), (b"0-2", TURN_1), (b"0-3", SEAL)]
 
 
 def test_conflicts_are_counted_and_the_last_is_named(run: RunDriver) -> None:

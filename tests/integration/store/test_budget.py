@@ -51,43 +51,35 @@ def held(run: Any) -> tuple[int, int, int]:
     return bytes_held.reserved, bytes_held.stored, bytes_held.planned
 
 
-def test_every_sample_of_a_group_holds_bytes_from_the_opening_on(run: RunDriver) -> None:
-
-    run.do(run.open_group("g/0/0", num_samples=3))
-    run.do(run.open_group("g/1/0", num_samples=3))
-
-    assert held(run) == (3 * FIRST_ESTIMATE, 0, 0)
-
-
-def test_a_further_attempt_holds_its_own_and_never_waits(drive: Drive) -> None:
+def test_each_sample_holds_bytes_and_each_attempt_its_own(drive: Drive) -> None:
     run = drive(batch_groups=1, max_bytes=2 * FIRST_ESTIMATE)
-    run.do(run.open_group("g/0/0", "g/1/0"))
+    run.do(run.open_group("g/0/0"))
+    opened = held(run)
+    run.do(run.open_group("g/1/0"))
     run.do(run.abandon("g/0/0"))
 
-    run.do(run.open_group("g/0/1"))
+    run.do(run.open_group("g/0/1"))  # which never waits
 
+    assert opened == (2 * FIRST_ESTIMATE, 0, 0)
     assert held(run) == (3 * FIRST_ESTIMATE, 0, 0)
 
 
-def test_the_estimate_is_learned_from_what_is_sealed(drive: Drive) -> None:
+@pytest.mark.parametrize(
+    ("sealed", "reserved"),
+    [([100_000, 300_000], 200_000 + OVERHEAD), ([10, 10], LEAST)],
+    ids=["the mean", "what a writer takes for granted"],
+)
+def test_estimate_is_learned_from_sealed_trajectories(
+    drive: Drive, sealed: list[int], reserved: int
+) -> None:
     run = drive(max_staleness=1000)
     run.do(run.open_group("a/0/0", "a/1/0", group="a"))
-    seal(run, "a/0/0", 100_000)
-    seal(run, "a/1/0", 300_000)
+    for sample, size in enumerate(sealed):
+        seal(run, f"a/{sample}/0", size)
 
     run.do(run.open_group("b/0/0", group="b", num_samples=1))
 
-    assert held(run)[0] == 200_000 + OVERHEAD
-
-
-def test_small_trajectories_reserve_what_a_writer_takes_for_granted(drive: Drive) -> None:
-    run = drive(max_staleness=1000)
-    run.do(run.open_group("a/0/0", group="a", num_samples=1))
-    seal(run, "a/0/0", 10)
-
-    run.do(run.open_group("b/0/0", group="b", num_samples=1))
-
-    assert held(run)[0] == LEAST
+    assert held(run)[0] == reserved
 
 
 def test_an_open_trajectory_grows_and_is_never_refused(drive: Drive) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import redis
 
 from testkit.run_driver import Drive, RunDriver
 from turnstream.errors import RunNotFoundError
@@ -37,6 +36,8 @@ def test_run_with_its_most_open_groups_has_no_credit(drive: Drive) -> None:
     assert (before.num_groups, before.reason) == (1, None)
     assert (after.num_groups, after.reason) == (0, CreditReason.OPEN_GROUPS)
     assert after.sentence == "2 groups are open, max_open_groups is 2"
+    with pytest.raises(RunNotFoundError):
+        credit(run.client, "no such run")
 
 
 @pytest.mark.parametrize(
@@ -54,8 +55,3 @@ def test_paused_or_closed_run_has_no_credit(run: RunDriver, why: str, sentence: 
     assert paused.sentence == sentence
     assert resumed.reason is None
     assert (closed.num_groups, closed.reason) == (0, CreditReason.CLOSED)
-
-
-def test_credit_of_an_unknown_run_is_refused(client: redis.Redis) -> None:
-    with pytest.raises(RunNotFoundError):
-        credit(client, "no such run")

@@ -23,15 +23,13 @@ def test_sealed_trajectories_are_posted_once(run: RunDriver) -> None:
     assert run.counts() == {"accepted": 2, "sealed": 2}
 
 
-@pytest.mark.parametrize("state", ["planned:3", "filtered:flat", "incomplete:alone", "dead:crc"])
-def test_a_seal_sent_again_after_its_group_was_decided_is_a_duplicate(
-    run: RunDriver, state: str
-) -> None:
+def test_seal_sent_again_after_its_group_was_decided_is_a_duplicate(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0"))
     run.do(run.post_sealed("g/0/0", 1, b"seal"))
-    run.client.hset(run.keys.ledger, "g/0/0", state)
+    for state in ("planned:3", "filtered:flat", "incomplete:alone", "dead:crc"):
+        run.client.hset(run.keys.ledger, "g/0/0", state)
 
-    assert run.do(run.post_sealed("g/0/0", 1, b"seal")) == [b"DUPLICATE"]
+        assert run.do(run.post_sealed("g/0/0", 1, b"seal")) == [b"DUPLICATE"]
 
 
 def test_a_seal_counts_only_with_the_epoch_of_the_ledger(run: RunDriver) -> None:
@@ -59,21 +57,17 @@ def test_a_seal_that_comes_after_its_group_was_decided_is_surplus(run: RunDriver
     assert run.client.zrange(run.keys.leases, 0, -1) == [b"g/1/0"]
 
 
-def test_an_abandoned_trajectory_is_counted_once_with_its_reason(run: RunDriver) -> None:
+def test_abandoned_sample_is_counted_once_and_may_be_tried_again(run: RunDriver) -> None:
     run.do(run.open_group("g/0/0"))
 
     answers = [run.do(run.abandon("g/0/0")) for _ in range(2)]
+    (refused,) = run.do(run.post_sealed("g/0/0", 1, b"seal"))
 
     assert answers == [1, 0]
+    assert refused.startswith(b"FENCED")
     assert run.ledger() == {b"g/0/0": b"abandoned:bored"}
     assert run.counts() == {"accepted": 1, "abandoned": 1}
     assert run.events() == [b"opened g", b"abandoned g/0/0"]
-
-
-def test_an_abandoned_sample_can_be_tried_again_as_another_attempt(run: RunDriver) -> None:
-    run.do(run.open_group("g/0/0"))
-    run.do(run.abandon("g/0/0"))
-
     assert run.do(run.open_group("g/0/1")) == [1]
     assert run.do(run.post_sealed("g/0/1", 1, b"seal")) == [b"OK"]
     assert run.counts() == {"accepted": 2, "abandoned": 1, "sealed": 1}
@@ -89,12 +83,3 @@ def test_only_the_holder_of_an_open_trajectory_can_abandon_it(run: RunDriver) ->
 
     assert [type(refusal) for refusal in refusals] == [FencedError, ConflictError, FencedError]
     assert run.ledger()[b"g/0/0"] == b"open:1:w"
-
-
-def test_an_abandoned_trajectory_cannot_be_sealed(run: RunDriver) -> None:
-    run.do(run.open_group("g/0/0"))
-    run.do(run.abandon("g/0/0"))
-
-    (answer,) = run.do(run.post_sealed("g/0/0", 1, b"seal"))
-
-    assert answer.startswith(b"FENCED")

@@ -39,19 +39,20 @@ def test_a_group_is_registered_once_and_each_sample_is_taken(run: RunDriver) -> 
     assert run.client.hmget(run.keys.frontier, "live_groups", "opened_groups") == [b"1", b"1"]
 
 
-def test_a_sample_belongs_to_the_writer_who_came_first(run: RunDriver) -> None:
-    run.do(run.open_group("g/0/0", writer="first:w"))
+def test_known_group_keeps_its_size_purpose_and_writers(run: RunDriver) -> None:
+    run.do(run.open_group("g/0/0", num_samples=2, writer="first:w"))
+    run.do(run.open_group("e/0/0", group="e", num_samples="2:eval"))
 
     mine = run.do(run.open_group("g/0/0", "g/1/0", writer="second"))
 
     assert mine == [b"CONFLICT g/0/0 is being written by first:w", 1]
-
-
-def test_a_group_cannot_change_its_number_of_samples(run: RunDriver) -> None:
-    run.do(run.open_group("g/0/0", num_samples=2))
-
-    with pytest.raises(ConflictError, match="opened with 2 samples, not 3"):
-        run.do(run.open_group("g/1/0", num_samples=3))
+    for group, size, message in [
+        ("g", "3", "opened with 2 samples, not 3"),
+        ("g", "2:eval", "for training or for evaluation"),
+        ("e", "2", "for training or for evaluation"),
+    ]:
+        with pytest.raises(ConflictError, match=message):
+            run.do(run.open_group(f"{group}/1/0", group=group, num_samples=size))
 
 
 def test_a_run_that_was_never_created_can_neither_be_opened_nor_closed(
@@ -62,16 +63,9 @@ def test_a_run_that_was_never_created_can_neither_be_opened_nor_closed(
             missing_run.do(command)
 
 
-def test_further_samples_of_a_known_group_never_wait(drive: Drive) -> None:
+def test_refusal_for_capacity_has_the_newest_wake_id(drive: Drive) -> None:
     run = drive(batch_groups=1, max_staleness=0, max_planned_ahead=0)
     run.do(run.open_group("g/0/0"))
-
-    assert run.do(run.open_group("g/1/0", writer="other")) == [1]
-
-
-def test_a_refusal_for_capacity_carries_the_newest_wake_id(drive: Drive) -> None:
-    run = drive(batch_groups=1, max_staleness=0, max_planned_ahead=0)
-    run.do(run.open_group())
     before = raw_refusal(run.client, run.open_group(group="b"))
     wake_id: Any = run.client.xadd(run.keys.wake, {"w": ""})
 
@@ -79,6 +73,8 @@ def test_a_refusal_for_capacity_carries_the_newest_wake_id(drive: Drive) -> None
 
     assert before.split()[:2] == ["WAIT", "[0-0]"]
     assert after.split()[:2] == ["WAIT", f"[{wake_id.decode()}]"]
+    # Further samples of a known group never wait.
+    assert run.do(run.open_group("g/1/0", writer="other")) == [1]
 
 
 def raw_refusal(client: redis.Redis, command: Command) -> str:
@@ -96,8 +92,9 @@ def test_a_closed_run_takes_no_new_group_but_lets_old_ones_finish(run: RunDriver
     assert run.events() == [b"opened g", b"closed"]
     assert run.client.xlen(run.keys.wake) == 1
     assert run.do(run.open_group("g/1/0")) == [1]
-    with pytest.raises(EndOfRunError):
-        run.do(run.open_group("h/0/0", group="h"))
+    for size in ("2", "2:eval"):
+        with pytest.raises(EndOfRunError):
+            run.do(run.open_group("h/0/0", group="h", num_samples=size))
 
 
 def test_a_decided_group_takes_no_further_sample(run: RunDriver) -> None:
@@ -124,22 +121,6 @@ def test_an_evaluation_is_admitted_where_training_must_wait_and_counts_nowhere(
     assert run.client.hget(run.keys.groups, "e") == b"2:evaluating"
     assert run.client.hmget(run.keys.frontier, "live_groups", "opened_groups") == [b"1", b"1"]
     assert run.counts() == {"accepted": 2, "open": 2}
-
-
-def test_an_evaluation_is_not_admitted_into_a_closed_run(run: RunDriver) -> None:
-    run.do(run.close())
-
-    with pytest.raises(EndOfRunError):
-        run.do(run.open_group("e/0/0", group="e", num_samples="2:eval"))
-
-
-@pytest.mark.parametrize("purposes", [("2", "2:eval"), ("2:eval", "2")])
-def test_a_group_cannot_change_its_purpose(run: RunDriver, purposes: tuple[str, str]) -> None:
-    first, second = purposes
-    run.do(run.open_group("e/0/0", group="e", num_samples=first))
-
-    with pytest.raises(ConflictError, match="for training or for evaluation"):
-        run.do(run.open_group("e/1/0", group="e", num_samples=second))
 
 
 def test_evaluation_can_be_sealed_and_its_open_members_adopted(run: RunDriver) -> None:
