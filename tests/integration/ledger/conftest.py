@@ -22,7 +22,12 @@ from turnstream.store.client.connection import connect_async
 from turnstream.store.client.fullness import Bytes
 from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.budget import settled_lease
-from turnstream.store.run.rewards import RewardOutcome, outcome_of, reward_command
+from turnstream.store.run.rewards import (
+    RewardOutcome,
+    encode_reward,
+    outcome_of,
+    post_reward_command,
+)
 from turnstream.types import (
     Event,
     Purpose,
@@ -246,7 +251,7 @@ class LedRun:
     async def post_reward(self, group_id: str, sample: int, reward: float) -> RewardOutcome:
         """Post a late reward."""
         key = TrajectoryKey(group_id, sample)
-        command = reward_command(self.name, key, reward, None)
+        command = post_reward_command(self.name, *encode_reward(key, reward, None))
         return outcome_of(await run_command_async(self.client, command))
 
     async def plan(self, *group_ids: str, **fields: Any) -> StoredManifest:

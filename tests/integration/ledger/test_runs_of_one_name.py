@@ -24,7 +24,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.run_ids import find_run
 from turnstream.store.run.configs import read_config
 from turnstream.store.run.leases import adopt_command, heartbeat_command
-from turnstream.store.run.rewards import reward_command
+from turnstream.store.run.rewards import encode_reward, post_reward_command
 from turnstream.store.run.runs import close_command, close_run, create_run, list_runs
 from turnstream.store.run.tasks import next_task_command, read_prompt_counts
 from turnstream.types import RecoveryToken, TrajectoryKey
@@ -137,7 +137,7 @@ def test_late_writers_of_a_deleted_run_leave_the_next_one_untouched(
             late.post_sealed(trajectory_id, 1, encode_event(sealed())),
             late.abandon(trajectory_id),
             late.open_samples("h"),
-            reward_command(old, key, 1.0, None),
+            post_reward_command(old, *encode_reward(key, 1.0, None)),
             heartbeat_command(old, [(trajectory_id, 1)], writer="w"),
             adopt_command(old, trajectory_id, writer="x"),
             next_task_command(old),

@@ -24,7 +24,7 @@ from turnstream.store.client.run_ids import no_such_run
 from turnstream.store.run.batchers import ANSWER_S, required
 from turnstream.store.run.configs import check_step
 from turnstream.store.run.credits import Credit, CreditReason
-from turnstream.store.run.rewards import RewardOutcome, reward_command
+from turnstream.store.run.rewards import RewardOutcome, encode_reward
 from turnstream.store.run.runs import check_leftover
 from turnstream.store.run.tasks import Prompt, check_samples, checked_prompts
 from turnstream.store.waits.bounded_call import StoreWait
@@ -135,7 +135,7 @@ class GatewayCalls:
         reward_components: Mapping[str, float] | None,
     ) -> RewardOutcome:
         """Post the reward of a trajectory."""
-        reward_command(run, key, reward, reward_components)  # checks the arguments
+        encode_reward(key, reward, reward_components)  # checks the arguments
         item: dict[str, Any] = {
             "group_id": key.group_id,
             "sample": int(key.sample),

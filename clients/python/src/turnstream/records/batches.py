@@ -97,9 +97,7 @@ def decode_mini_batch(
 ) -> MiniBatch:
     """Return the mini-batch of an IPC stream; its token arrays are read-only views into `data`.
 
-    Args:
-        data: the stream of `encode_mini_batch`.
-        expected_hash: the content hash; None skips this check.
+    Its content hash is compared with `expected_hash`, unless that is None.
     """
     with reading(f"no mini-batch in {len(data)} bytes", pa.ArrowException, OSError):
         batch = _read_stream(data)

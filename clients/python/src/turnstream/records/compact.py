@@ -101,10 +101,7 @@ def decode_batch(record: bytes) -> CompactBatch:
 
 
 def encode_ends(ends: Mapping[TrajectoryKey, str]) -> bytes:
-    """Return the record of trajectories that ended untrained, with "<state>:<reason>" of each.
-
-    Those of a group stand together.
-    """
+    """Return the record of trajectories that ended untrained, with "<state>:<reason>" of each."""
     table = {end: index for index, end in enumerate(dict.fromkeys(ends.values()))}
     columns = {
         **_key_columns(ends),
@@ -125,13 +122,9 @@ def decode_ends(record: bytes) -> dict[TrajectoryKey, str]:
 
 
 def names_group(record: bytes, group_id: str) -> bool:
-    """Return whether a record of either kind may name trajectories of a group.
+    """Return whether a record of either kind may name trajectories of a group; False is certain.
 
-    False is certain. The check unpacks the names and parses nothing: decoding takes 30 times as
-    long.
-
-    Raises:
-        CorruptRecordError: the record does not unpack.
+    The names are unpacked and not parsed: decoding takes 30 times as long.
     """
     kind = COMPACT if record[2:3] == COMPACT else ENDS
     frame = read_frame(record, kind=kind)

@@ -30,13 +30,7 @@ def encode_config(config: BatchingConfig) -> str:
 
 @lru_cache(maxsize=64)  # a leader reads its config again for each batch
 def decode_config(text: str | bytes, *, run: str = "") -> BatchingConfig:
-    """Return the configuration of a JSON text, validated as a whole; errors name the `run`.
-
-    Raises:
-        CorruptRecordError: the text is no configuration.
-        UnknownFormatError: another release wrote it.
-        InvalidConfigError: a field is missing or has an impossible value.
-    """
+    """Return the configuration of a JSON text, validated as a whole; errors name the `run`."""
     with reading("no run configuration"):
         stored: Any = json.loads(text)
         version = stored["format"]

@@ -62,8 +62,7 @@ EVENT_NAMES: Final = tuple(_KINDS)
 def encode_event(event: Event) -> bytes:
     """Return the record of an event; the same event always has the same bytes.
 
-    The seal of a trajectory is this record of its SealedTrajectory, both as the last entry of its
-    turns and as the event of the run.
+    The seal of a trajectory is this record, in its turns and in the events of the run.
     """
     part = _encode_seal(event) if isinstance(event, SealedTrajectory) else to_message(event)
     message = wire.Event(**cast("dict[str, Any]", {_NAMES[type(event)]: part}))

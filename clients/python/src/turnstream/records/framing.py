@@ -76,10 +76,7 @@ class Frame(NamedTuple):
 def write_frame(
     kind: bytes, header: bytes, body: Iterable[NDArray[Any]] = (), *, version: int | None = None
 ) -> bytes:
-    """Return the record of a header and contiguous little-endian arrays; each is copied once.
-
-    `version` None is the version of most records of this kind.
-    """
+    """Return the record of a header and contiguous little-endian arrays, copied once."""
     if version is None:
         version = _VERSIONS.get(kind, MAJOR_VERSION)
     prefix = _PREFIX.pack(b"TS", kind, version, len(header))
@@ -92,12 +89,7 @@ def write_frame(
 
 
 def read_frame(record: bytes, *, kind: bytes) -> Frame:
-    """Return the frame of a record after a check of frame and checksum.
-
-    Raises:
-        UnknownFormatError: this release does not read its major version.
-        CorruptRecordError: it is no record of this kind, is cut short, or its bytes are damaged.
-    """
+    """Return the frame of a record after a check of kind, length, checksum and major version."""
     name = _NAMES[kind]
     if len(record) < _PREFIX.size + _CRC.size:
         raise CorruptRecordError(f"a {name} record of {len(record)} bytes is cut short")

@@ -49,11 +49,7 @@ _TYPES: Final = {
 
 
 def encode_turn(turn: StoredTurn) -> bytes:
-    """Return the record of a turn; its last four bytes are the `payload_crc` of `decode_turn`.
-
-    Raises:
-        InvalidTurnError: a field has another dtype or length than in StoredTurn.
-    """
+    """Return the record of a turn; its last four bytes are the `payload_crc` of `decode_turn`."""
     contradiction = _contradiction(turn)
     if contradiction:
         raise InvalidTurnError(*contradiction)

@@ -68,12 +68,7 @@ def to_plain(value: object) -> Any:
 
 
 def read_value(kind: type[_Value], stored: object) -> _Value:
-    """Return the value of a message, or of a JSON object.
-
-    Raises:
-        UnknownFormatError: a newer release wrote one of its texts.
-        TypeError, ValueError, KeyError, AttributeError: it is no value of this kind.
-    """
+    """Return the value of a message, or of a JSON object; UNREADABLE errors if it is none."""
     return _reader(kind)(stored)
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, StrictFloat, StrictInt, StrictStr
 from turnstream.errors import RunNotFoundError, TurnstreamError
 from turnstream.store.client.run_ids import find_run_async
 from turnstream.store.client.scripts import Command, run_commands_async
-from turnstream.store.run.rewards import addressed, outcome_of, reward_command
+from turnstream.store.run.rewards import encode_reward, outcome_of, post_reward_command
 from turnstream.types import TrajectoryKey
 from turnstream_server.gateway.rest.bodies import (
     JSON,
@@ -127,8 +127,8 @@ def _commands(run: str, content: bytes) -> tuple[list[RewardItem], list[Command]
     commands: list[Command] = []
     for number, item in enumerate(body.items):
         with named_fields("items", number):
-            command = reward_command(run, item.key, item.reward, item.reward_components)
-        commands.append(addressed(command, run))
+            posted = encode_reward(item.key, item.reward, item.reward_components)
+        commands.append(post_reward_command(run, *posted))
     return body.items, commands
 
 

@@ -6,11 +6,12 @@ Names, types, shapes and counts are checked; values are never read.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from turnstream.batching.config.values import checked_objects
 from turnstream.errors import InvalidConfigError, InvalidTurnError
 from turnstream.types import DeclaredColumn
 from turnstream.types.extras import ROUTE_DTYPES
@@ -18,11 +19,7 @@ from turnstream.types.extras import ROUTE_DTYPES
 
 def checked_declarations(given: object, *, merge: bool) -> tuple[DeclaredColumn, ...]:
     """Return the declarations in order of name, also from the objects of stored JSON."""
-    try:
-        columns = [_declaration(one) for one in cast("Any", given)]
-    except TypeError as error:
-        problem = f"{given!r} is not a list of declarations: {error}"
-        raise InvalidConfigError("extra_columns", problem) from error
+    columns = checked_objects(given, DeclaredColumn, field="extra_columns", noun="declaration")
     columns.sort(key=lambda column: column.name)
     names = [column.name for column in columns]
     for name in names:
@@ -36,14 +33,6 @@ def checked_declarations(given: object, *, merge: bool) -> tuple[DeclaredColumn,
                 "has one value",
             )
     return tuple(columns)
-
-
-def _declaration(given: object) -> DeclaredColumn:
-    if isinstance(given, DeclaredColumn):
-        return given
-    if not isinstance(given, Mapping):
-        raise TypeError(f"{given!r} is no declaration")
-    return DeclaredColumn(**cast("Mapping[str, Any]", given))
 
 
 def require_declared(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
+from turnstream.batching.config.values import checked_objects
 from turnstream.errors import InvalidConfigError
 
 FilterKind = Literal["zero_variance", "mean_range"]
@@ -87,24 +87,9 @@ class GroupFilter:
 
 
 def checked_filters(given: object) -> tuple[GroupFilter, ...]:
-    """Return filters in their order, also from the objects of stored JSON.
-
-    Raises:
-        InvalidConfigError: it is no list of filters, or a filter is wrong or repeated.
-    """
-    try:
-        filters = [_filter(each) for each in cast("Any", given)]
-    except TypeError as error:
-        raise InvalidConfigError(_FIELD, f"{given!r} is not a list of filters: {error}") from error
+    """Return filters in their order, also from the objects of stored JSON."""
+    filters = checked_objects(given, GroupFilter, field=_FIELD, noun="filter")
     for each in filters:
         if filters.count(each) > 1:
             raise InvalidConfigError(_FIELD, f"{each!r} comes twice")
     return tuple(filters)
-
-
-def _filter(given: object) -> GroupFilter:
-    if isinstance(given, GroupFilter):
-        return given
-    if not isinstance(given, Mapping):
-        raise TypeError(f"{given!r} is no filter")
-    return GroupFilter(**cast("Mapping[str, Any]", given))

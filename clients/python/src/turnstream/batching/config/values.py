@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, NamedTuple, cast, get_args, get_origin
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin
 
 from turnstream.errors import InvalidConfigError
 from turnstream.types import Aggregation as Aggregation
@@ -35,6 +36,9 @@ ErrorTrajectories = Literal["drop", "mask", "keep"]
 MaskedReward = Literal["keep", "leave_out"]
 MaxAgePolicy = Literal["drop", "mask", "keep"]
 Selection = Literal["in_order", "oldest_weights", "ready_first"]
+
+
+_Kind = TypeVar("_Kind")
 
 
 class Limits(NamedTuple):
@@ -88,6 +92,22 @@ def checked_value(value: Any, hint: Any, *, field: str) -> Any:
         limits = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
         raise InvalidConfigError(field, f"{value!r} is not a {number} {limits}")
     return kind(value)
+
+
+def checked_objects(given: object, kind: type[_Kind], *, field: str, noun: str) -> list[_Kind]:
+    """Return values of a dataclass, also from the objects of stored JSON."""
+    try:
+        return [_object(each, kind, noun) for each in cast("Any", given)]
+    except TypeError as error:
+        raise InvalidConfigError(field, f"{given!r} is not a list of {noun}s: {error}") from error
+
+
+def _object(given: object, kind: type[_Kind], noun: str) -> _Kind:
+    if isinstance(given, kind):
+        return given
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{given!r} is no {noun}")
+    return kind(**cast("Mapping[str, Any]", given))
 
 
 def checked_weights(given: object) -> tuple[tuple[str, float], ...]:

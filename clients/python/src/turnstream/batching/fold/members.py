@@ -80,10 +80,7 @@ class GroupMembers:
         return len(self.members) < self.opened.num_needed
 
     def has_enough(self, config: BatchingConfig) -> bool:
-        """Return whether as many members as it needs are compared: these decide it.
-
-        With a greedy sample, it is one of them.
-        """
+        """Return whether as many members as it needs are compared, a greedy sample among them."""
         is_short = self.is_short or self._num_compared(config) < self.opened.num_needed
         return not is_short and not self.awaits_greedy(config)
 
@@ -106,10 +103,7 @@ class GroupMembers:
         return [member for member in self.ordered if is_compared(member, config)]
 
     def comparison_problem(self, config: BatchingConfig) -> str:
-        """Return why its members cannot be compared; empty if they can.
-
-        A comparison needs two members; one where one is needed and none is greedy.
-        """
+        """Return why its members cannot be compared; empty if they can."""
         compared = self.compared(config)
         needed = 2 if config.has_greedy_sample else min(2, self.opened.num_needed)
         if config.has_greedy_sample and not any(is_greedy(member, config) for member in compared):
@@ -299,11 +293,7 @@ class FoldState:
 
 
 def problem_of(sealed: SealedTrajectory, config: BatchingConfig) -> str:
-    """Return why a sealed trajectory can be no member of its group; empty if it can.
-
-    One that waits for its reward is judged by its status alone. One without a turn has nothing to
-    train, whatever `error_trajectories` is.
-    """
+    """Return why a sealed trajectory can be no member of its group; empty if it can."""
     if not sealed.turns:
         return status_problem(sealed, config) or "has no turn"
     if sealed.awaits_reward:

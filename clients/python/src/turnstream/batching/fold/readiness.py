@@ -154,10 +154,7 @@ class RunFold:
         return decisions
 
     def take(self, groups: Iterable[ReadyGroup | GroupPlan]) -> list[Decision]:
-        """Remove groups that are in a manifest now; return their members that came too late.
-
-        A group may still be open here, if some of its events were rejected.
-        """
+        """Remove groups that are in a manifest now; return their members that came too late."""
         decisions: list[Decision] = []
         for taken in groups:
             group = self.state.groups.get(taken.group_id)
@@ -370,11 +367,7 @@ class RunFold:
         return self._cut(group) if self._config.surplus == "drop" else []
 
     def _cut(self, group: GroupMembers) -> list[Decision]:
-        """Continue without all unsealed samples, which are surplus from now on.
-
-        The store is notified where `max_open_groups` is set, or a refill had opened the group
-        again.
-        """
+        """Wait for no unsealed sample; notify the store if it may have the group open."""
         if group.has_more or group.num_granted or self._config.max_open_groups:
             return group.cut()
         return []

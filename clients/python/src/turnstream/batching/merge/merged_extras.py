@@ -26,10 +26,7 @@ from turnstream.types.extras import ROUTE_DTYPES, num_values
 def merged_columns(
     rows: Sequence[RowPieces], declared: Sequence[DeclaredColumn]
 ) -> dict[str, ExtraColumn]:
-    """Return every declared column of these rows, in order of name; others are ignored.
-
-    Router choices come in the narrowest type that the stored ones have in common.
-    """
+    """Return every declared column of these rows, in order of name; others are ignored."""
     columns: dict[str, ExtraColumn] = {}
     for column in declared:
         pieces = [_row_pieces(row, column) for row in rows]

@@ -36,10 +36,7 @@ from turnstream.types import (
 
 
 def plan_sequences(shapes: abc.Sequence[TurnShape], *, merge: bool) -> tuple[SequenceShape, ...]:
-    """Return the rows of these turns by their lengths alone, ordered by first turn.
-
-    Without `merge`, every turn has a row of its own.
-    """
+    """Return the rows of these turns by their lengths alone, or without `merge` one per turn."""
     num_tokens = [shape.num_tokens for shape in shapes]
     rows: list[list[int]] = []
     row_ending_in: dict[int, list[int]] = {}

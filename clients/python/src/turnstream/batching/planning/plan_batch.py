@@ -41,10 +41,7 @@ from turnstream.types import SealedTrajectory
 
 
 def num_groups_to_plan(num_ready: int, config: BatchingConfig, *, is_final: bool) -> int:
-    """Return how many of the ready groups the next batch takes; 0 means to wait.
-
-    With `is_final` no more groups will come, and the rest makes a last, short batch.
-    """
+    """Return how many of the ready groups the next batch takes; 0 means to wait."""
     if num_ready >= config.batch_groups:
         return config.batch_groups
     return num_ready if is_final else 0
@@ -224,11 +221,7 @@ def _left_out(member: _Member, config: BatchingConfig) -> _Advantage:
 
 
 def _outcomes(members: Sequence[_Member], config: BatchingConfig) -> GroupOutcomes:
-    """Return the compared values of one group.
-
-    A baseline weighs a response by its length, also where it is masked, while tokens are whitened
-    among those that are trained.
-    """
+    """Return the compared values of one group; a baseline weighs masked responses too."""
     sealed = [member.sealed for member in members]
     if sealed and config.has_greedy_sample and not is_greedy(sealed[0], config):
         raise BatchingError(

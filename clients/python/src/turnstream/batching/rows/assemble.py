@@ -41,11 +41,10 @@ def assemble_rows(
     extra_columns: Sequence[DeclaredColumn] = (),
     masked_versions: Collection[int] = (),
 ) -> Rows:
-    """Return the merged rows of these groups in the plan's order, with ids from `first_row_id`.
+    """Return the merged rows of these groups in the plan's order, with all `extra_columns`.
 
     `logprobs` is None if no turn has any, otherwise NaN at trained tokens of turns without.
-    `advantages` is None if no turn has one of its own. All rows have all `extra_columns`, in order
-    of name.
+    `advantages` is None if no turn has one of its own.
     """
     trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     pieces: list[RowPieces] = []

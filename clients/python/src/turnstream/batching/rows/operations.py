@@ -103,22 +103,6 @@ def check_operation(operation: Operation) -> None:
             raise BatchingError(f"operation {name!r}, datum {place}: {problem}")
 
 
-def accepted_operations(
-    operations: Sequence[Operation],
-) -> tuple[list[Operation], dict[str, BatchingError]]:
-    """Those that can be computed, in order, and by request id why the others cannot."""
-    accepted: list[Operation] = []
-    refused: dict[str, BatchingError] = {}
-    for operation in operations:
-        try:
-            check_operation(operation)
-        except BatchingError as error:
-            refused[operation.request_id] = error
-        else:
-            accepted.append(operation)
-    return accepted, refused
-
-
 def operations_by_pass(operations: Sequence[Operation]) -> list[list[Operation]]:
     """Return lists of operations that may share a pass, in the order of their first members.
 

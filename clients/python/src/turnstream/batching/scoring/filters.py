@@ -90,10 +90,7 @@ def is_compared(trajectory: SealedTrajectory, config: BatchingConfig) -> bool:
 
 
 def chain_problem(trajectory: SealedTrajectory, config: BatchingConfig) -> str:
-    """Return why the tokens of this trajectory are no single chain, for "gae"; empty if they are.
-
-    Values of a row that was cut off from the next one would miss the reward at the end.
-    """
+    """Return why the turns are no single row, which "gae" needs; empty if they are."""
     if config.estimator != "gae":
         return ""
     num_rows = len(plan_sequences(trajectory.turns, merge=config.merge))

@@ -45,20 +45,14 @@ def planned_reward(trajectory: SealedTrajectory, config: BatchingConfig) -> floa
 
 
 def raw_turn_rewards(trajectory: SealedTrajectory, config: BatchingConfig) -> list[float]:
-    """Return the reward of every turn; their sum is the raw reward.
-
-    A reward of the outcome comes with the last turn.
-    """
+    """Return the reward of every turn; a reward of the outcome comes with the last one."""
     if config.reward_source != "sum_of_turns":
         return [0.0] * (len(trajectory.turns) - 1) + [raw_reward(trajectory, config)]
     return [*trajectory.turn_rewards]
 
 
 def planned_turn_rewards(trajectory: SealedTrajectory, config: BatchingConfig) -> list[float]:
-    """Return the reward of every turn; their sum is the planned reward.
-
-    The penalty of a long response comes with the last turn.
-    """
+    """Return the reward of every turn, the penalty of a long response with the last."""
     *before, last = raw_turn_rewards(trajectory, config)
     return [*before, last + length_penalty(trajectory, config)]
 

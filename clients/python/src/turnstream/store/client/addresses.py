@@ -87,14 +87,9 @@ def is_http(url: str) -> bool:
 
 
 def parse_http(url: str) -> HttpAddress:
-    """Return the parts of an address. An address without a key has that of this program.
+    """Return the parts of an address; ValueError if it is none.
 
-    >>> parse_http("http://:tml-secret@host:7601/").base_url
-    'http://host:7601'
-
-    Raises:
-        ValueError: it is no address of a gateway.
-        InvalidConfigError: the file with the key of this program cannot be read.
+    One without a key has that of this program.
     """
     parts = _checked_parts(url)
     key = own_key() if parts.password is None else unquote(parts.password)

@@ -19,15 +19,7 @@ METADATA: Final = "x-api-key"
 
 
 def own_key(given: str | None = None) -> str:
-    """Return the API key of this program; "" for none.
-
-    Args:
-        given: an argument. None takes TURNSTREAM_API_KEY, else the file that TURNSTREAM_KEY_FILE
-            names.
-
-    Raises:
-        InvalidConfigError: the file cannot be read or is empty, or the key is no ASCII text.
-    """
+    """Return the given key, else that of the environment or of its file; "" for none."""
     if given is not None:
         return _checked(given, field="api_key")
     if key := os.environ.get(KEY_VARIABLE):
@@ -37,11 +29,7 @@ def own_key(given: str | None = None) -> str:
 
 
 def read_key_file(path: Path) -> str:
-    """Return the key in a file.
-
-    Raises:
-        InvalidConfigError: the file cannot be read, is empty, or has no ASCII text.
-    """
+    """Return the key in a file; InvalidConfigError if there is none."""
     try:
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -69,11 +57,7 @@ def root_certificates() -> bytes | None:
 
 @functools.lru_cache(maxsize=4)  # those of the system take 0.2 s to read
 def trusting_context(certificates: bytes | None) -> ssl.SSLContext:
-    """Return the context of an HTTP client that trusts these certificates; None: the system's.
-
-    Raises:
-        InvalidConfigError: there are none in these bytes.
-    """
+    """Return the context of an HTTP client that trusts these certificates; None: the system's."""
     if certificates is None:
         return ssl.create_default_context()
     try:

@@ -48,16 +48,10 @@ def connect(
     silent_s: float = SOCKET_TIMEOUT_S,
     syncs: Collection[str] = SYNCS,
 ) -> redis.Redis:
-    """Return a client for `redis://`, `rediss://` or `unix://`.
+    """Return a client for `redis://`, `rediss://` or `unix://`, which connects at its first use.
 
-    The first use connects it. Each connection refuses a server that would lose acknowledged writes:
-    see server_checks.py.
-
-    Args:
-        url: address of the store.
-        num_retries: retries of a command after a lost connection.
-        silent_s: seconds without an answer after which a server counts as away.
-        syncs: values of `appendfsync` that are accepted.
+    A server counts as away after `silent_s` without an answer. Each connection refuses a server
+    that would lose acknowledged writes: see server_checks.py.
     """
     backoff = ExponentialBackoff(cap=_LONGEST_PAUSE_S, base=_FIRST_PAUSE_S)
     retry = Retry(backoff, num_retries, supported_errors=(RedisConnectionError,))
@@ -70,10 +64,7 @@ def connect_for_calls(url: str) -> redis.Redis:
 
 
 def limited_client(client: redis.Redis, *, timeout_s: float) -> redis.Redis:
-    """Return a client of the same store that waits at most `timeout_s` for an answer.
-
-    A lost connection is retried as by `client`.
-    """
+    """Return a client of the same store that waits at most `timeout_s` for an answer."""
     pool = client.connection_pool
     limits = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
     options = {**pool.connection_kwargs, **limits}
@@ -162,12 +153,8 @@ class AsyncLink:
     ) -> list[Any]:
         """Send packed commands like `Link.exchange`; a cancellation closes the connection.
 
-        Args:
-            data: the commands.
-            num_replies: the number of their replies.
-            timeout_s: limit of the exchange, or of its first bytes if `on_sent` is set.
-            on_sent: called after each part that was sent; returns the limit from then on. So a
-                slow link has time for many bytes.
+        `on_sent` is called after each part and returns the time limit from then on, so that
+        a slow link has time for many bytes.
         """
         replies: list[Any] = []
         try:

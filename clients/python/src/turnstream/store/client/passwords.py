@@ -13,11 +13,7 @@ FILE_VARIABLE: Final = "TURNSTREAM_REDIS_PASSWORD_FILE"
 
 
 def with_own_password(url: str) -> str:
-    """Return the URL of a store with the password of the file TURNSTREAM_REDIS_PASSWORD_FILE.
-
-    Errors are those of `with_password_of`. Without the variable the URL stays as it is, and so does
-    the URL of a gateway.
-    """
+    """Return the URL of a store with the password of the file that the variable names, if any."""
     path = os.environ.get(FILE_VARIABLE)
     if not path or url.startswith("http"):
         return url
@@ -27,13 +23,8 @@ def with_own_password(url: str) -> str:
 def with_password_of(path: Path, *, url: str) -> str:
     """Return the URL of a store with the password of a file, unless the URL has one.
 
-    Args:
-        path: a text file; spaces and line ends around the password are ignored.
-        url: its user is kept: `redis://batcher@store:6379`.
-
-    Raises:
-        StoreUnavailableError: the file cannot be read, or is empty. The first start of a store may
-            write it, so a service waits for it as for the store.
+    The first start of a store may write the file: a missing one is a StoreUnavailableError, for
+    which a service waits.
     """
     try:
         password = path.read_text(encoding="utf-8").strip()

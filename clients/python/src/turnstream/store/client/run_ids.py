@@ -19,10 +19,7 @@ from turnstream.types.names import RunId, checked_run_name, checked_setting
 
 
 def find_run(client: redis.Redis, run: str) -> RunId:
-    """Return the id of the run that has this name now; an id is returned as it is.
-
-    A process that calls often finds the id once, and saves a round trip each.
-    """
+    """Return the id of the run that has this name now; an id is returned as it is."""
     if is_id(run):
         return RunId(run)
     with translating():
@@ -67,10 +64,7 @@ def create_under(
 ) -> tuple[RunId, int]:
     """Create the next run of a name; return its id and the reply of the script.
 
-    Args:
-        client: connection to the store.
-        name: name of the run, without a number.
-        create: call of create_run or fork_run; repeated if another process used up the number.
+    `create` is repeated if another process used up the number.
     """
     run = find_run(client, checked_run_name(name))
     while (reply := create(run)) < 0:

@@ -23,12 +23,7 @@ _MAX_SHOWN: Final = 200
 
 @contextlib.contextmanager
 def reading(key: str, field: str = "") -> Iterator[None]:
-    """Raise unreadable values inside the block as damage of this key and field.
-
-    Args:
-        key: key in the store.
-        field: field of the hash, or id of the entry; empty for the whole key.
-    """
+    """Raise unreadable values inside the block as damage of this key and field."""
     try:
         yield
     except UnknownFormatError:

@@ -31,12 +31,7 @@ _REGISTER = Script("register_batcher", "turnstream.store.run")
 
 
 def register_command(address: str, *, lease_s: float = LEASE_S) -> Command:
-    """Return the call that registers a batcher; nothing is sent.
-
-    Args:
-        address: "host:port" or "grpcs://host:port", as workers reach it.
-        lease_s: seconds until it must register again; 0 removes it.
-    """
+    """Return the call that registers a batcher's address; a lease of 0 removes it."""
     return _REGISTER((keys.BATCHERS,), address, int(lease_s * 1000))
 
 

@@ -21,13 +21,7 @@ RESERVE = Script("reserve", "turnstream.store.run")
 
 
 def reserve_command(run: str, wanted: Sequence[tuple[str, int, int]], *, writer: str) -> Command:
-    """Return the call that tops up the reservations of open trajectories; nothing is sent.
-
-    Args:
-        run: id of the run.
-        wanted: (id, lease epoch, bytes of its records) of each.
-        writer: owner of the leases.
-    """
+    """Return the call that tops up reservations: (id, lease epoch, bytes) of each."""
     names = keys.run_keys(run)
     arguments: list[Argument] = []
     for trajectory_id, epoch, num_bytes in wanted:
@@ -46,8 +40,6 @@ def with_block(num_bytes: int) -> int:
 
 def settled_lease(epoch: int, writer: str, *, awaits_reward: bool, num_bytes: int | None) -> str:
     """Return lease and size of a sealed trajectory for the script post_sealed.
-
-    Without its size, the reservation of the trajectory stays.
 
     >>> settled_lease(2, "gpu7", awaits_reward=True, num_bytes=500)
     '2:awaits/500:gpu7'

@@ -98,10 +98,7 @@ async def read_config_async(client: redis.asyncio.Redis, run: str) -> tuple[int,
 
 
 def open_run(client: redis.Redis, run: str) -> RunId:
-    """Return the id of the run that has this name now.
-
-    Damage of its config is left to the caller, as is a run that is gone.
-    """
+    """Return the id of the run that has this name now, also if its config is damaged."""
     run_id = find_run(client, run)
     with contextlib.suppress(RunNotFoundError, CorruptRecordError):
         read_config(client, run_id)
@@ -127,14 +124,9 @@ def parse_config(reply: Sequence[bytes], *, run: str) -> tuple[int, BatchingConf
 
 
 def revise_config(client: redis.Redis, run: str, config: BatchingConfig, *, from_step: int) -> int:
-    """Change the config of a run from a step on that is not planned yet.
+    """Change the config of a run from an unplanned step on; return the number of the revision.
 
-    It comes into force when the step before is planned. From then on it applies to admission,
-    leases, deadlines and the decisions on groups. Earlier steps do not change. An equal revision
-    changes nothing.
-
-    Returns:
-        The number of the revision.
+    It comes into force when the step before is planned. An equal revision changes nothing.
     """
     check_step(from_step)
     run = find_run(client, run)

@@ -53,12 +53,7 @@ class Credit:
 
 
 def credit(client: redis.Redis, run: str) -> Credit:
-    """Return how many groups of a run may start now.
-
-    Raises:
-        RunNotFoundError: no such run.
-        StoreUnavailableError: the store cannot be reached.
-    """
+    """Return how many groups of a run may start now."""
     run = find_run(client, run)
     _, config = read_config(client, run)
     with translating():

@@ -44,23 +44,14 @@ async def list_lapsed_async(
     until_ms: int | None = None,
     max_count: int = MAX_LAPSED,
 ) -> list[LapsedTrajectory]:
-    """Return the trajectories that may be adopted, the longest lapsed first.
-
-    Their leases ended by `until_ms` of the store's clock, or by now.
-    """
+    """Return the trajectories that may be adopted, the longest lapsed first."""
     run = await find_run_async(client, run)
     command = list_lapsed_command(run, until_ms=until_ms, max_count=max_count)
     return parse_lapsed(await run_command_async(client, command))
 
 
 def heartbeat_command(run: str, held: Sequence[tuple[str, int]], *, writer: str) -> Command:
-    """Return the call that renews the leases of open trajectories; nothing is sent.
-
-    Args:
-        run: name of the run.
-        held: (id, lease epoch) of at most MAX_HEARTBEATS trajectories.
-        writer: owner of the leases.
-    """
+    """Return the call that renews leases, at most MAX_HEARTBEATS: (id, lease epoch) of each."""
     names = keys.run_keys(run)
     arguments: list[Argument] = []
     for trajectory_id, epoch in held:

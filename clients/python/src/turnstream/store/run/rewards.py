@@ -14,7 +14,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.run_ids import find_run
 from turnstream.store.client.scripts import Command, Script, run_command
 from turnstream.types import RewardPosted, TrajectoryKey
-from turnstream.types.names import checked_setting, checked_text, quoted
+from turnstream.types.names import checked_text, quoted
 from turnstream.types.scalars import finite_number, named_numbers, whole_number
 
 POST_REWARD: Final = Script("post_reward", "turnstream.store.run")
@@ -62,9 +62,8 @@ def post_reward(
         RunNotFoundError: no such run, or it was deleted.
         StoreUnavailableError: the store cannot be reached.
     """
-    command = reward_command(run, key, reward, reward_components)  # checks before it asks
-    reply = run_command(client, addressed(command, find_run(client, run)))
-    return outcome_of(reply)
+    posted = encode_reward(key, reward, reward_components)  # checks before it asks
+    return outcome_of(run_command(client, post_reward_command(find_run(client, run), *posted)))
 
 
 def outcome_of(reply: bytes) -> RewardOutcome:
@@ -76,21 +75,13 @@ def outcome_of(reply: bytes) -> RewardOutcome:
     return RewardOutcome.LATE if reply == LEFT else RewardOutcome(reply.decode())
 
 
-def reward_command(
-    run: str,
-    key: TrajectoryKey,
-    reward: float | None,
-    reward_components: Mapping[str, float] | None,
-) -> Command:
-    """Return the call that posts a reward; nothing is sent."""
-    checked_setting(run, field="run")
-    return post_reward_command(run, *encode_reward(key, reward, reward_components))
-
-
 def encode_reward(
     key: TrajectoryKey, reward: float | None, reward_components: Mapping[str, float] | None
 ) -> tuple[str, bytes]:
-    """Return the id of a trajectory, and the record of its reward. Errors as of `post_reward`."""
+    """Return the id of a trajectory, and the record of its reward.
+
+    Errors are those of `post_reward`.
+    """
     components = named_numbers(reward_components, field="reward_components")
     if reward is None and not components:
         raise InvalidTurnError("reward", "there is none, and no component")
@@ -103,11 +94,6 @@ def encode_reward(
 def post_reward_command(run: str, trajectory_id: str, record: bytes) -> Command:
     """Return the call that posts an encoded reward; nothing is sent."""
     return POST_REWARD(keys.run_keys(run).of_post_reward, trajectory_id, record[-4:].hex(), record)
-
-
-def addressed(command: Command, run: str) -> Command:
-    """Return the same call for this run: a reward is checked before its run is known."""
-    return command._replace(keys=keys.run_keys(run).of_post_reward)
 
 
 def _trajectory_id(key: TrajectoryKey) -> str:

@@ -100,10 +100,7 @@ def announce_run(client: redis.Redis, run: str) -> None:
 
 
 def list_runs(client: redis.Redis) -> list[RunId]:
-    """Return the ids of all runs, sorted, those that are being deleted among them.
-
-    A member of the list that is no name of a run is left out.
-    """
+    """Return the ids of all runs, sorted, those that are being deleted among them."""
     with translating():
         names: Any = client.smembers(keys.RUNS)
     return sorted(run for each in names if (run := listed_run(each)) is not None)
@@ -136,20 +133,9 @@ def list_versions(
 def close_run(
     client: redis.Redis, run: str, reason: str = "", *, leftover: Leftover | None = None
 ) -> bool:
-    """Close a run to new groups; open groups may be finished.
+    """Close a run to new groups; return False if it was closed before.
 
-    When all groups are decided and no batch follows, requests for one raise EndOfRunError.
-
-    Args:
-        client: client of the store.
-        run: its name.
-        reason: for people.
-        leftover: rule for complete groups that fill no whole batch: a last, "short" one; "carry"
-            keeps them for `reopen_run`; "drop" ends them as surplus. None: "short", or the rule of
-            the first close.
-
-    Returns:
-        False if it was closed before.
+    Without `leftover`, it is "short" or the rule of the first close.
     """
     run = find_run(client, run)
     return bool(run_command(client, close_command(run, reason, leftover=leftover)))
@@ -173,14 +159,7 @@ def check_leftover(leftover: object) -> None:
 
 
 def pause_run(client: redis.Redis, run: str, reason: str = "") -> bool:
-    """Refuse new groups and plan no batch until the run is resumed.
-
-    Open groups may be finished, planned batches are delivered, and leases and deadlines count.
-    Generators and trainers that wait get the reason when their wait times out.
-
-    Returns:
-        False if it was paused before; the first reason stays.
-    """
+    """Pause a run; return False if it was paused before, and keep the first reason."""
     return _set_paused(client, run, 1, reason)
 
 

@@ -171,22 +171,8 @@ def add_prompts(
 ) -> int:
     """Append prompts to those of a run, and return the number of prompts ever added.
 
-    A call whose reply was lost is repeated with the same `first`: no prompt is added twice. A
-    prompt that should be trained several times is added as often.
-
-    Args:
-        client: client of the store.
-        run: name of the run.
-        prompts: in the order in which they are opened.
-        first: number of the first of these, from 1; None for the number after the newest.
-
-    Raises:
-        InvalidConfigError: no run can have this name.
-        InvalidTurnError: `first` is not a whole number from 1, a prompt is not a Prompt, or it has
-            more samples than `max_samples` of the run; none was added.
-        ConflictError: a number has another prompt already, or the one before is missing.
-        EndOfRunError: the run is closed.
-        StoreFullError, StoreUnavailableError: some prompts may have been added.
+    A repeated call with the same `first` adds no prompt twice. After an error of the store,
+    some prompts may have been added.
     """
     listed, first = checked_prompts(prompts, first=first)
     run = find_run(client, run)
@@ -240,10 +226,7 @@ def tasks_to_pass(chance: float, *, num_lost: int) -> int:
 
 
 def next_task_command(run: str, *, refills_only: bool = False, num_passed: int = 0) -> Command:
-    """Return the call that reads the next task, or the next refill alone; nothing is sent.
-
-    If other writers take the same tasks, `num_passed` of them are passed over.
-    """
+    """Return the call that reads the next task, or the next refill, after `num_passed` others."""
     names = keys.run_keys(run)
     where = (
         *(names.prompts, names.tasks, names.retry, names.frontier, names.config, names.groups),

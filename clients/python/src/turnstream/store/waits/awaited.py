@@ -15,7 +15,7 @@ from turnstream.types import GroupOpened
 
 
 def not_ready(awaited: str, why: str, **facts: Fact) -> WaitReason:
-    """Return that the awaited thing has not come: "task", "refill", "version", "batch", "disk"."""
+    """Return that "task", "refill", "version", "batch" or "disk" has not come."""
     return WaitReason(WaitKind.NOT_READY, why, {"awaited": awaited, **facts})
 
 

@@ -29,13 +29,8 @@ _LEAST_S: Final = 0.001  # a socket with a timeout of 0 would not wait at all
 class StoreWait:
     """A wait for the store in several calls, with one deadline.
 
-    Args:
-        address: address of the store, for messages.
-        awaited: the awaited thing, for programs: "task"; None for a call without a wait.
-        what: the same for people, as in "run 'maze': no task".
-        wait_s: length of the wait. A call that was sent before the deadline has ANSWER_S more for
-            its answer.
-        clock: returns seconds; in asyncio that of the event loop.
+    A call that was sent before it has ANSWER_S more for its answer. `awaited` names the thing
+    for programs, as "task", and `what` for people.
     """
 
     def __init__(

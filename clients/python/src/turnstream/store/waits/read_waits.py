@@ -47,10 +47,7 @@ def waits_command(run: str) -> Command:
 
 
 def read_waits(client: redis.Redis, run: str) -> WaitSnapshot | None:
-    """Return the state of a run; None if the store cannot return it.
-
-    It accompanies an error, and must not hide it.
-    """
+    """Return the state of a run; None if the store cannot return it, because an error needs it."""
     try:
         return parse_waits(run, run_command(client, waits_command(run)))
     except TurnstreamError:
@@ -66,12 +63,7 @@ async def read_waits_async(client: redis.asyncio.Redis, run: str) -> WaitSnapsho
 
 
 def parse_waits(run: str, reply: Sequence[Any]) -> WaitSnapshot:
-    """Return the state from the reply of the script.
-
-    Raises:
-        CorruptRecordError: a field is damaged; names its key.
-        RecordError: the config is of a newer release.
-    """
+    """Return the state from the reply of the script; CorruptRecordError names a damaged key."""
     names, parts = keys.run_keys(run), _pairs(reply)
     now_ms = int(parts[b"now_ms"])
     frontier = StoredHash(names.frontier, _pairs(parts[b"frontier"]))

@@ -19,12 +19,7 @@ from turnstream.types import VersionAnnounced
 def wait_for_version(
     client: redis.Redis, run: str, *, above: int, timeout_s: float
 ) -> VersionAnnounced:
-    """Return the newest version, once it is higher than `above`.
-
-    Raises:
-        NotReadyError: no such version was announced within `timeout_s`, and why.
-        StoreUnavailableError: the store cannot be reached, or did not answer by then.
-    """
+    """Return the newest version, once it is higher than `above`."""
     what = f"run {run!r}: no version above {above}"
     wait = StoreWait(address_of_client(client), "version", what, wait_s=timeout_s)
     with wait.bounded(client) as limited:
