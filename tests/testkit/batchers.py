@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Self
 
 from turnstream_server.batcher.serving.service import BatcherOptions, serving
 
 
-class BatcherThread:
-    """A batcher replica on the store at `url`; `target` is its address.
+class ServiceThread:
+    """A service at `address`, "host:port", which stays the same when it starts again.
 
     Args:
-        url: address of the store.
-        options: fields of `BatcherOptions`.
+        serve: serves at an address, and yields the address.
     """
 
-    def __init__(self, url: str, **options: Any) -> None:
-        self._url = url
-        self._options = {"shutdown_grace_s": 0.1, **options}
-        self.target = "127.0.0.1:0"
+    def __init__(self, serve: Callable[[str], AbstractAsyncContextManager[str]]) -> None:
+        self._serve = serve
+        self.address = "127.0.0.1:0"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._may_end: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
@@ -29,7 +29,7 @@ class BatcherThread:
         """Serve, at the same address as before, if any."""
         is_ready = threading.Event()
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(is_ready)), daemon=True
+            target=lambda: asyncio.run(self._run(is_ready)), daemon=True
         )
         self._thread.start()
         assert is_ready.wait(60)
@@ -50,9 +50,23 @@ class BatcherThread:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    async def _serve(self, is_ready: threading.Event) -> None:
+    async def _run(self, is_ready: threading.Event) -> None:
         self._loop, self._may_end = asyncio.get_running_loop(), asyncio.Event()
-        options = BatcherOptions(redis_url=self._url, listen=self.target, **self._options)
-        async with serving(options) as self.target:
+        async with self._serve(self.address) as self.address:
             is_ready.set()
             await self._may_end.wait()
+
+
+class BatcherThread(ServiceThread):
+    """A batcher replica on the store at `url`; `options` are fields of `BatcherOptions`."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        options = {"shutdown_grace_s": 0.1, **options}
+        super().__init__(
+            lambda listen: serving(BatcherOptions(redis_url=url, listen=listen, **options))
+        )
+
+    @property
+    def target(self) -> str:
+        """Return the address for workers."""
+        return self.address

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import pytest
-import redis
 
 from testkit.run_driver import Drive, RunDriver
 from turnstream.batching.config import BatchingConfig
@@ -29,117 +28,71 @@ pytestmark = pytest.mark.redis
 FEWER = BatchingConfig(batch_groups=100, mini_batch_groups=100, max_samples=3)
 
 
-def ids(num_samples: int, *, group: str = "g") -> list[str]:
-    return [f"{group}/{sample}/0" for sample in range(num_samples)]
-
-
 def contents(run: Any) -> dict[bytes, bytes]:
     """Every key of the run, but the clock, as it is stored."""
     found: Any = run.client.keys(f"*{run.name}*")
     return {key: run.client.dump(key) for key in found}
 
 
-def test_largest_group_opens_whole_with_all_samples(drive: Drive) -> None:
+def test_largest_group_opens_and_seals_whole_with_all_samples(drive: Drive) -> None:
     # Above some 4,000 samples `unpack` failed after the group, its event and its reservation were
-    # written: the caller got an error, and the group stayed open with its bytes reserved.
+    # written: the caller got an error, and the group stayed open with its bytes reserved. As many
+    # seals in one call were taken off the leases, and none of them was sealed.
     run = drive(max_samples=LARGEST_GROUP)
-
-    epochs = run.do(run.open_group(*ids(LARGEST_GROUP), num_samples=LARGEST_GROUP))
-
-    assert epochs == [1] * LARGEST_GROUP
-    assert run.counts() == {"accepted": LARGEST_GROUP, "open": LARGEST_GROUP}
-    assert (
-        run.client.zcard(run.keys.leases)
-        == run.client.hlen(run.keys.payload_bytes)
-        == LARGEST_GROUP
-    )
-
-
-def test_many_seals_posted_at_once_count_whole(drive: Drive) -> None:
-    # More than 4,000 seals in one call were taken off the leases, then `unpack` failed, and none of
-    # them was sealed.
-    run = drive(max_samples=LARGEST_GROUP)
-    run.do(run.open_group(*ids(LARGEST_GROUP), num_samples=LARGEST_GROUP))
+    ids = [f"g/{sample}/0" for sample in range(LARGEST_GROUP)]
     lease = settled_lease(1, "w", awaits_reward=False, num_bytes=100)
 
-    replies = run.do(
-        run.post_sealed(*(word for one in ids(LARGEST_GROUP) for word in (one, lease, b"seal")))
-    )
+    epochs = run.do(run.open_group(*ids, num_samples=LARGEST_GROUP))
+    opened = run.counts()
+    sizes = [run.client.zcard(run.keys.leases), run.client.hlen(run.keys.payload_bytes)]
+    replies = run.do(run.post_sealed(*(word for one in ids for word in (one, lease, b"seal"))))
 
-    assert replies == [b"OK"] * LARGEST_GROUP
+    assert (epochs, replies) == ([1] * LARGEST_GROUP, [b"OK"] * LARGEST_GROUP)
+    assert opened == {"accepted": LARGEST_GROUP, "open": LARGEST_GROUP}
+    assert sizes == [LARGEST_GROUP, LARGEST_GROUP]
     assert run.counts() == {"accepted": LARGEST_GROUP, "sealed": LARGEST_GROUP}
 
 
-@pytest.mark.parametrize("num_samples", [1025, 1_000_000, 2**31 - 1])
-def test_group_above_max_samples_is_refused_before_any_write(
-    run: RunDriver, num_samples: int
-) -> None:
-    # A million samples stopped the store for 4 s: only 2^31 - 1 bounded their number.
+def test_bad_arguments_of_groups_and_seals_change_nothing(run: RunDriver) -> None:
+    # A million samples stopped the store for 4 s: only 2^31 - 1 bounded their number. An id without
+    # an attempt raised in the script after the group had been written. The first seal was taken in
+    # before the script failed at the epoch of the second.
+    run.do(run.open_group("h/0/0", "h/1/0", group="h"))
     before = contents(run)
 
-    with pytest.raises(GroupTooLargeError) as refused:
-        run.do(run.open_group("g/0/0", num_samples=num_samples))
-
-    assert str(refused.value) == (
-        f"group g: num_samples={num_samples} is above max_samples=1024 of the run: "
-        "use fewer samples, or revise max_samples"
-    )
-    assert contents(run) == before
-
-
-@pytest.mark.parametrize(
-    ("size", "trajectory"),
-    [
+    for num_samples in (1025, 1_000_000, 2**31 - 1):
+        with pytest.raises(GroupTooLargeError) as refused:
+            run.do(run.open_group("g/0/0", num_samples=num_samples))
+        assert str(refused.value) == (
+            f"group g: num_samples={num_samples} is above max_samples=1024 of the run: "
+            "use fewer samples, or revise max_samples"
+        )
+    for size, trajectory in [
         *(("0", "g/0/0"), ("2/3", "g/0/0"), ("x", "g/0/0"), ("2", "g/2/0"), ("2", "h/0/0")),
         *(("2", "g/0"), ("2", "g/0/x")),
-    ],
-)
-def test_open_group_refuses_bad_arguments_before_any_write(
-    run: RunDriver, size: str, trajectory: str
-) -> None:
-    # An id without an attempt raised in the script after the group had been written.
-    before = contents(run)
-
-    with pytest.raises(RejectedError, match=r"INVALID (size|trajectory)"):
-        run.do(run.open_group("g/1/0", trajectory, num_samples=size))
+    ]:
+        with pytest.raises(RejectedError, match=r"INVALID (size|trajectory)"):
+            run.do(run.open_group("g/1/0", trajectory, num_samples=size))
+    with pytest.raises(RejectedError, match="INVALID trajectory h/1/0 has no lease epoch"):
+        run.do(run.post_sealed("h/0/0", "1:", b"seal", "h/1/0", "x", b"seal"))
 
     assert contents(run) == before
 
 
-def test_post_sealed_refuses_bad_lease_before_any_write(run: RunDriver) -> None:
-    # The first seal was taken in before the script failed at the epoch of the second.
-    run.do(run.open_group("g/0/0", "g/1/0"))
-    before = contents(run)
-
-    with pytest.raises(RejectedError, match="INVALID trajectory g/1/0 has no lease epoch"):
-        run.do(run.post_sealed("g/0/0", "1:", b"seal", "g/1/0", "x", b"seal"))
-
-    assert contents(run) == before
-
-
-def test_prompts_above_max_samples_are_refused_all_together(run: RunDriver) -> None:
-    # A prompt of 5,000 samples was taken, and stopped every generator that asked for a task.
+def test_prompts_and_max_samples_of_the_run_fit_each_other(run: RunDriver) -> None:
+    # A prompt of 5,000 samples was taken, and a revision below the samples of a stored one: each
+    # further `next_task` of the run raised GroupTooLargeError.
     prompts = [Prompt(prompt_uid=f"p{n}", payload=b"", num_samples=4) for n in range(300)]
+    large = Prompt(prompt_uid="q", payload=b"", num_samples=1025)
     before = contents(run)
 
     with pytest.raises(InvalidTurnError, match=r"num_samples: .* 1025 samples, .* max_samples="):
-        add_prompts(
-            run.client,
-            run.name,
-            [*prompts, Prompt(prompt_uid="q", payload=b"", num_samples=1025)],
-        )
-
+        add_prompts(run.client, run.name, [*prompts, large])
     assert contents(run) == before
-
-
-def test_revision_below_samples_of_stored_prompts_is_refused(run: RunDriver) -> None:
-    # It was accepted, and each further `next_task` of the run raised GroupTooLargeError.
-    add_prompts(run.client, run.name, [Prompt(prompt_uid="a", payload=b"", num_samples=4)])
+    add_prompts(run.client, run.name, prompts[:1])
     before = contents(run)
-
     with pytest.raises(InvalidConfigError, match=r"max_samples: 3 is below the 4 samples"):
         revise_config(run.client, run.name, FEWER, from_step=1)
-
     assert contents(run) == before
 
 
@@ -154,14 +107,15 @@ def test_known_group_stays_open_below_a_lowered_limit(drive: Drive) -> None:
     # A group that is open is not judged again: its generators open further samples of it.
     run = drive(max_samples=8)
     run.do(run.open_group("g/0/0", num_samples=8))
-    run.client.hset(run.keys.config, "1", encode_config(_config(max_samples=4)))
+    run.client.hset(run.keys.config, "1", encode_config(dataclasses.replace(FEWER, max_samples=4)))
 
     assert run.do(run.open_group("g/7/0", num_samples=8)) == [1]
 
 
 def test_publisher_refuses_groups_above_max_samples(run: RunDriver) -> None:
     # The publisher built a million keys, and the store stopped for everybody.
-    url = f"redis://{run.client.connection_pool.connection_kwargs['host']}:{_port(run.client)}"
+    options = run.client.connection_pool.connection_kwargs
+    url = f"redis://{options['host']}:{options['port']}"
 
     with Publisher(url, run.name) as publisher:
         with pytest.raises(InvalidTurnError, match=r"num_samples: 1000000 is above 4096"):
@@ -174,13 +128,3 @@ def test_publisher_refuses_groups_above_max_samples(run: RunDriver) -> None:
 
     assert run.ledger() == {}
     assert read_budget(run.client, run.name).reserved == 0
-
-
-def _config(**fields: Any) -> BatchingConfig:
-    config = BatchingConfig(batch_groups=100, mini_batch_groups=100)
-    return dataclasses.replace(config, **fields)
-
-
-def _port(client: redis.Redis) -> int:
-    port: int = client.connection_pool.connection_kwargs["port"]
-    return port

@@ -10,11 +10,10 @@ import redis
 
 from testkit import config
 from testkit.scripts import script
-from turnstream.batching.config import BatchingConfig
 from turnstream.errors import ConflictError, InvalidConfigError
 from turnstream.records.configs import encode_config
 from turnstream.store.client import keys
-from turnstream.store.client.scripts import Command, run_command
+from turnstream.store.client.scripts import run_command
 from turnstream.store.run.configs import read_config, read_revisions, revise_config
 from turnstream.store.run.runs import create_run
 
@@ -30,37 +29,23 @@ def run(client: redis.Redis, new_run: Callable[..., str]) -> str:
     return new_run(client, batch_groups=2)
 
 
-def test_a_revision_is_stored_with_its_step_and_is_not_in_force(
+def test_revision_is_stored_once_with_its_step_and_not_in_force(
     client: redis.Redis, run: str
 ) -> None:
+    assert revise_config(client, run, CONFIG, from_step=5) == 1  # the config that the run has
     number = revise_config(client, run, LOOSE, from_step=5)
 
-    revisions = read_revisions(client, run)
+    revisions, before = read_revisions(client, run), client.hgetall(keys.run_keys(run).config)
     assert number == 2
     assert [(each.number, each.from_step) for each in revisions.stored] == [(1, 1), (2, 5)]
     assert revisions.last.config == LOOSE
     assert (revisions.in_force, revisions.pending) == (1, (revisions.last,))
     assert read_config(client, run) == (1, CONFIG)
     assert client.hget(keys.run_keys(run).frontier, "next_revision") == b"5"
-
-
-def test_the_same_revision_again_changes_nothing_even_when_its_step_is_planned(
-    client: redis.Redis, run: str
-) -> None:
-    revise_config(client, run, LOOSE, from_step=5)
-    before = client.hgetall(keys.run_keys(run).config)
-    at_once = revise_config(client, run, LOOSE, from_step=5)
-    client.hset(keys.run_keys(run).frontier, "planned", 7)
-
-    later = revise_config(client, run, LOOSE, from_step=5)
-
-    assert (at_once, later) == (2, 2)
-    assert client.hgetall(keys.run_keys(run).config) == before
-
-
-def test_the_config_that_the_run_has_is_no_revision(client: redis.Redis, run: str) -> None:
-    assert revise_config(client, run, CONFIG, from_step=5) == 1
-    assert len(read_revisions(client, run).stored) == 1
+    for planned in (0, 7):
+        client.hset(keys.run_keys(run).frontier, "planned", planned)
+        assert revise_config(client, run, LOOSE, from_step=5) == 2
+        assert client.hgetall(keys.run_keys(run).config) == before
 
 
 def test_planned_step_is_refused_with_the_first_possible_step(
@@ -97,7 +82,8 @@ def test_later_revision_replaces_one_at_its_step_and_precedes_none(
 def test_second_of_two_revisions_at_once_gets_an_error(client: redis.Redis, run: str) -> None:
     names = keys.run_keys(run)
     revise_config(client, run, LOOSE, from_step=5)
-    command = _command(run, TIGHT, from_step=5, changes=1)
+    where = (names.frontier, names.config, names.wake)
+    command = script("revise_config")(where, encode_config(TIGHT), 5, 1)
 
     with pytest.raises(ConflictError, match="revision 2 was stored since, from step 5 on"):
         run_command(client, command)
@@ -116,20 +102,9 @@ def test_unchangeable_setting_is_refused_before_any_write(client: redis.Redis, r
 
 def test_revised_run_is_found_with_its_original_config(client: redis.Redis, run: str) -> None:
     revise_config(client, run, LOOSE, from_step=1)
-    _put_in_force(client, run, 2)
+    client.hset(keys.run_keys(run).config, "newest", 2)
 
     assert create_run(client, run, CONFIG) == 2
     assert create_run(client, run, LOOSE) == 2
     with pytest.raises(ConflictError):
         create_run(client, run, TIGHT)
-
-
-def _command(run: str, to: BatchingConfig, *, from_step: int, changes: int) -> Command:
-    names = keys.run_keys(run)
-    return script("revise_config")(
-        (names.frontier, names.config, names.wake), encode_config(to), from_step, changes
-    )
-
-
-def _put_in_force(client: redis.Redis, run: str, revision: int) -> None:
-    client.hset(keys.run_keys(run).config, "newest", revision)

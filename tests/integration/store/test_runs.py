@@ -86,23 +86,20 @@ def test_setting_without_effect_of_a_stored_run_stays(client: redis.Redis) -> No
     assert revise_config(client, "unread", longer, from_step=2) == 2
 
 
-def test_a_run_keeps_its_config(client: redis.Redis) -> None:
-    created = create_run(client, "keeps/its config", CONFIG)
+def test_run_keeps_its_config_and_state_when_created_again(client: redis.Redis) -> None:
+    name = "keeps/its config"
+    created = create_run(client, name, CONFIG)
+    client.hset(keys.run_keys(name).frontier, "stepped", 3)
 
-    assert created == 1
-    assert read_config(client, "keeps/its config") == (1, CONFIG)
-    assert "keeps/its config" in list_runs(client)
-
-
-def test_creating_a_run_again_changes_nothing(client: redis.Redis) -> None:
-    create_run(client, "again", CONFIG)
-    client.hset(keys.run_keys("again").frontier, "stepped", 3)
-
-    assert create_run(client, "again", CONFIG) == 1
-    assert client.hget(keys.run_keys("again").frontier, "stepped") == b"3"
+    assert created == create_run(client, name, CONFIG) == 1
+    assert read_config(client, name) == (1, CONFIG)
+    assert name in list_runs(client)
+    assert client.hget(keys.run_keys(name).frontier, "stepped") == b"3"
 
 
-def test_the_newest_version_is_the_last_announced(client: redis.Redis, new_run: NewRun) -> None:
+def test_newest_version_is_the_last_announced_and_not_waited_for(
+    client: redis.Redis, new_run: NewRun
+) -> None:
     run = new_run(client)
 
     before = newest_version(client, run)
@@ -111,13 +108,9 @@ def test_the_newest_version_is_the_last_announced(client: redis.Redis, new_run: 
 
     assert before is None
     assert newest_version(client, run) == last
-
-
-def test_a_version_that_is_there_is_not_waited_for(client: redis.Redis, new_run: NewRun) -> None:
-    run = new_run(client)
-    announced = announce(client, run, 3)
-
-    assert wait_for_version(client, run, above=2, timeout_s=0.0) == announced
+    assert wait_for_version(client, run, above=6, timeout_s=0.0) == last
+    with pytest.raises(NotReadyError, match=r"no version above 7 within 0\.05 s"):
+        wait_for_version(client, run, above=7, timeout_s=0.05)
 
 
 def test_waiting_for_a_version_ends_when_a_higher_one_is_announced(
@@ -144,14 +137,6 @@ def test_waiting_for_a_version_ends_when_a_higher_one_is_announced(
 def num_blocked(client: redis.Redis) -> int:
     clients: Any = client.info("clients")
     return clients["blocked_clients"]
-
-
-def test_waiting_for_a_version_ends_by_its_deadline(client: redis.Redis, new_run: NewRun) -> None:
-    run = new_run(client)
-    announce(client, run, 3)
-
-    with pytest.raises(NotReadyError, match=r"no version above 3 within 0\.05 s"):
-        wait_for_version(client, run, above=3, timeout_s=0.05)
 
 
 def test_closing_a_run_is_an_event_with_the_reason(client: redis.Redis, new_run: NewRun) -> None:
