@@ -131,7 +131,6 @@ def _rows_of(share: EncodedMiniBatch, *, mini_batch: int) -> pa.Table:
 
 
 def _zeros_like(lists: pa.ChunkedArray) -> pa.ListArray:
-    """Return lists of zeros, as long as these."""
     ends = np.cumsum(pc.call_function("list_value_length", [lists]).to_numpy(), dtype=np.int32)
     offsets = pa.array(np.concatenate([[0], ends]), pa.int32())
     zeros = pa.array(np.zeros(ends[-1] if len(ends) else 0, np.float32))
@@ -139,7 +138,6 @@ def _zeros_like(lists: pa.ChunkedArray) -> pa.ListArray:
 
 
 def _with_labels(url: str, batch: PlannedBatch, table: pa.Table) -> pa.Table:
-    """Return the rows with the tags and metrics of their trajectories."""
     seals = asyncio.run(_read_seals(url, batch.manifest))
     own = [seals.get(name) for name in table["trajectory_id"].to_pylist()]
     for name, kind in _LABELS.items():

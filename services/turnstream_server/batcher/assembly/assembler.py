@@ -76,20 +76,12 @@ class Assembler:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="assembler")
 
     async def check(self, batch: PlannedBatch) -> None:
-        """Fetch and check all payload of a batch and keep its rows for the first Get.
-
-        Raises:
-            DamagedPayloadError: names trajectories that cannot be trained.
-        """
+        """Fetch and check all payload of a batch, and keep its rows for the first Get."""
         for mini_batch in range(len(batch.manifest.mini_batches)):
             await self._rows(batch, mini_batch)
 
     async def examine(self, batch: PlannedBatch) -> tuple[Damage, ...]:
-        """Return the damaged payload of a batch, read from the store and not from the cache.
-
-        Raises:
-            UnknownFormatError: the batch has the assembly rules of another release.
-        """
+        """Return the damaged payload of a batch, read from the store and not from the cache."""
         check_assembly_version(batch.manifest)
         damages: list[Damage] = []
         for mini_batch in range(len(batch.manifest.mini_batches)):
@@ -102,12 +94,7 @@ class Assembler:
     async def share(
         self, batch: PlannedBatch, *, mini_batch: int, dp_rank: int, dp_world_size: int
     ) -> EncodedMiniBatch:
-        """Return one rank's share of a mini-batch; the same arguments give the same bytes.
-
-        Raises:
-            DamagedPayloadError: payload was damaged after the batch was planned.
-            UnknownFormatError: the batch has the assembly rules of another release.
-        """
+        """Return one rank's share of a mini-batch; the same arguments give the same bytes."""
         key = _key(batch, mini_batch, dp_world_size, dp_rank)
         share = await self._cache.get(key, lambda: self._make_share(batch, key))
         is_last = dp_rank == dp_world_size - 1
@@ -166,7 +153,6 @@ class Assembler:
 
 
 def _key(batch: PlannedBatch, *which: int) -> _Key:
-    """Return the key of a mini-batch, of its cut, or of a share."""
     return _Key(batch.manifest.run, batch.manifest.step, batch.manifest_hash, *which)
 
 

@@ -76,15 +76,8 @@ def cut_operations(
     equally many rows and forward passes. Tokens are balanced: no rank has more than the mean of all
     ranks plus the longest row, up to 2^17 rows x ranks.
 
-    Args:
-        model_id: the model.
-        bodies: command number to `encode_operation`, without skipped commands; one or more.
-        first: number of the first command, whether it is skipped or not.
-        dp_world_size: number of ranks.
-
-    Raises:
-        CorruptRecordError: bytes are no operation.
-        BatchingError: an operation whose rows cannot be computed, or cannot be divided.
+    `bodies` are those of the commands that are not skipped, by number; `first` may be skipped. A
+    BatchingError names an operation whose rows cannot be computed or divided.
     """
     operations = [_operation(model_id, number, bodies[number]) for number in sorted(bodies)]
     counts = [len(operation.data) for operation in operations]
@@ -179,7 +172,6 @@ def _info(operations: OperationPasses, share: Rows, *, index: int, dp_rank: int)
 
 
 def _denominators(rows: Rows) -> Denominators:
-    """Return the counts of a pass: each row is a trajectory and a group of its own."""
     return Denominators(
         num_tokens=int(rows.input_ids.lengths.sum()),
         num_sequences=len(rows),

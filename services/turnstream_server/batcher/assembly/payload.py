@@ -61,10 +61,9 @@ class PayloadReader:
         self._idle: list[Link] = []  # appending and popping are atomic
 
     def read(self, plans: Sequence[TrajectoryPlan], *, run: str) -> Payload:
-        """The turns of these trajectories, whole and with the checksums that were sealed.
+        """Return the turns of these trajectories, with the checksums that were sealed.
 
-        Raises:
-            DamagedPayloadError: names every trajectory of which that is not true.
+        A DamagedPayloadError names every trajectory without them.
         """
         turns: Payload = {}
         damages: list[Damage] = []
@@ -86,7 +85,6 @@ class PayloadReader:
                 self._idle.pop().close()
 
     def _fetch(self, plans: Sequence[TrajectoryPlan], *, run: str) -> Iterator[list[bytes]]:
-        """The records of the planned turns of every trajectory; fewer where some are missing."""
         data = pack(_words(plan, run=run) for plan in plans)
         with translating():
             try:
@@ -100,7 +98,6 @@ class PayloadReader:
                 yield [fields[1] for _, fields in reply]
 
     def _link(self) -> Link:
-        """Return an idle connection, or a new one."""
         try:
             return self._idle.pop()
         except IndexError:

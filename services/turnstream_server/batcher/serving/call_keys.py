@@ -46,12 +46,7 @@ Request = TypeVar("Request", bound=Message)
 
 
 class Access:
-    """Reads requests of callers that may send them.
-
-    Args:
-        client: the store.
-        keys: checks of keys.
-    """
+    """Reads requests of callers that may send them."""
 
     def __init__(self, client: redis.asyncio.Redis, keys: KeyChecks) -> None:
         self._client = client
@@ -67,13 +62,6 @@ class Access:
         """Yield a request whose caller may send it; it holds a place of its key in the block.
 
         A request for batches only waits and sends in the block. It is counted, and holds none.
-
-        Raises:
-            UnknownKeyError: the call has no accepted key.
-            RejectedError: the request is beyond the limits of the key.
-            AccessDeniedError: the key does not have the role, or may not use the run.
-            RunNotFoundError: the model belongs to another key.
-            InvalidConfigError: the request cannot be read.
         """
         async with bounded_by_store(self._client, store_time_s(context.time_remaining())):
             key = await self._keys.identify(secret_of(_headers_of(context)))
@@ -111,7 +99,6 @@ def observer_rights() -> dict[str, Any]:
 
 
 def _headers_of(context: Context) -> dict[str, str]:
-    """Return the metadata of a call that is text."""
     metadata = context.invocation_metadata() or ()
     return {name: value for name, value in metadata if isinstance(value, str)}
 

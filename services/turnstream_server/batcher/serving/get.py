@@ -145,7 +145,6 @@ class BatchSender:
             failpoint("get.after_data")
 
     async def _damaged(self, batch: PlannedBatch, error: DamagedPayloadError) -> CorruptRecordError:
-        """Return the error for damaged payload, and record it in the run."""
         run, step = batch.manifest.run, batch.manifest.step
         sentence = f"step {step}: {error}"
         await note_damage(
@@ -155,7 +154,6 @@ class BatchSender:
 
 
 def _log_delivery(request: wire.GetRequest, run: str, *, num_bytes: int) -> None:
-    """Log that a rank has its share of a step."""
     facts = {"run": run, "step": request.step, "dp_rank": request.dp_rank, "bytes": num_bytes}
     receiver = f"observer {request.observer!r}" if request.observer else "the trainer"
     logger.info("share of a batch was sent to %s", receiver, extra=facts)
@@ -225,13 +223,7 @@ async def admit(
 
 
 async def record_caller(client: redis.asyncio.Redis, request: wire.GetRequest) -> None:
-    """Record the newest batch that was delivered to a rank of the trainer, at least in part.
-
-    Raises:
-        StoreBehindError: the store lacks the batch, or another rank has another one: the session is
-            lost.
-        FencedError: the session has ended.
-    """
+    """Record the newest batch that was delivered to a rank of the trainer, at least in part."""
     step = request.step if request.manifest_hash else request.step - 1
     if manifest_hash := request.manifest_hash or request.previous_hash:
         await _record(client, request, step, manifest_hash, has=True)

@@ -32,11 +32,7 @@ _SILENT_AFTER_S: Final = 3.0
 
 
 class StoreHealth(health.aio.HealthServicer):  # pyright: ignore[reportAttributeAccessIssue]
-    """The health servicer of a batcher.
-
-    Args:
-        service: name that callers may ask for, in addition to the empty name of the server.
-    """
+    """The health of the server, whose name is empty, and of a service."""
 
     def __init__(self, client: redis.asyncio.Redis, service: str) -> None:
         super().__init__()
@@ -76,7 +72,6 @@ class StoreHealth(health.aio.HealthServicer):  # pyright: ignore[reportAttribute
         return await super().Check(request, context)
 
     async def _read(self) -> str:
-        """Return why the store takes no writes; empty where it takes them."""
         silent = f"the store has not answered for {_SILENT_AFTER_S:.0f} s"
         try:
             return await first_result(self._read_store(), asyncio.sleep(_SILENT_AFTER_S, silent))

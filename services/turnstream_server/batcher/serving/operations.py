@@ -48,7 +48,7 @@ class _Key(NamedTuple):
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of the commands that take part."""
+        """Numbers of the commands that take part."""
         return [each for each in range(self.first, self.last + 1) if each not in self.skipped]
 
 
@@ -60,12 +60,7 @@ class _Cut(NamedTuple):
 
 
 class OperationSender:
-    """Answers Get. Rows are made once for all ranks, in threads, and dropped after the last one.
-
-    Args:
-        client: the store.
-        max_cache_bytes: limit of the rows in memory, if it is below MAX_CACHE_BYTES.
-    """
+    """Answers Get. Rows are made once for all ranks, in threads, and dropped after the last one."""
 
     def __init__(self, client: redis.asyncio.Redis, *, max_cache_bytes: int) -> None:
         self._client = client
@@ -127,11 +122,6 @@ class OperationSender:
         self._release = loop.call_later(_QUIET_S, loop.run_in_executor, None, return_free_memory)
 
     async def _cut(self, key: _Key) -> _Cut:
-        """Return the passes over the commands of a key.
-
-        Raises:
-            ReleasedError: a command has no content.
-        """
         async with bounded_by_store(self._client, READ_S):
             bodies = await read_bodies(self._client, key.model_id, key.numbers)
         for number in key.numbers:

@@ -74,12 +74,7 @@ class RunRegistry:
             self._entries[run] = self._begin(run, frontier)
 
     async def find(self, run: str) -> RunView:
-        """Return the view of a run; from the first call on, this replica takes part in it.
-
-        Raises:
-            RunNotFoundError: the store has no such run.
-            UnknownFormatError: another release wrote the run.
-        """
+        """Return the view of a run; from the first call on, this replica takes part in it."""
         if not self._takes_part(run):
             frontier = await self._open(run)
             if not self._takes_part(run):  # no other call was faster

@@ -73,11 +73,7 @@ Request = TypeVar("Request", bound=Message)
 
 
 def parse_request(data: bytes, kind: type[Request]) -> Request:
-    """Return the request in these bytes.
-
-    Raises:
-        InvalidConfigError: the bytes are no such request, or a field is out of its limits.
-    """
+    """Return the request in these bytes, or raise an InvalidConfigError that names a field."""
     name = kind.DESCRIPTOR.name
     try:
         request = kind.FromString(data)
@@ -97,7 +93,6 @@ def parse_request(data: bytes, kind: type[Request]) -> Request:
 
 
 def _check_field(kind: str, field: str, value: Any) -> None:
-    """Refuse a value that is out of its limits, with an error that names all three."""
     if f"{kind}.{field}" in _NOT_EMPTY and not value:
         raise InvalidConfigError(field, f"a {kind} needs one, and has ''")
     if field == "run":
@@ -119,7 +114,6 @@ def _check_model_id(model_id: str) -> None:
 
 
 def _check_commands(request: GetOperationsRequest) -> None:
-    """Refuse numbers that no pass of training calls can have."""
     first, last = request.first, request.last
     if not first <= last < first + MAX_SHARED:
         raise InvalidConfigError(
@@ -133,12 +127,7 @@ def _check_commands(request: GetOperationsRequest) -> None:
 
 
 def parse_token(text: str) -> RecoveryToken:
-    """Return the recovery token that a trainer presents.
-
-    Raises:
-        InvalidConfigError: the text is no recovery token, or its step is out of range.
-        UnknownFormatError: another release wrote it.
-    """
+    """Return the recovery token that a trainer presents."""
     try:
         token = RecoveryToken.parse(text)
     except UnknownFormatError:

@@ -58,7 +58,6 @@ next reads."""
 
 
 def _of_runs(what: str, help_: str, *labels: str, kind: type[Family] = GaugeMetricFamily) -> Family:
-    """Return a metric of each run."""
     return kind(f"turnstream_batcher_{what}", help_, labels=["run", *labels])
 
 
@@ -141,19 +140,12 @@ Families = dict[str, Family]
 
 
 class _Batch(NamedTuple):
-    """The newest batch of a run."""
-
     step: int
     numbers: BatchNumbers
 
 
 class RunMetrics(Collector):
-    """The metrics of at most `MAX_RUNS` runs.
-
-    Args:
-        url: the store.
-        views: returns the views of the runs of this replica, the important ones first.
-    """
+    """The metrics of at most `MAX_RUNS` runs; `views` returns the important ones first."""
 
     def __init__(self, url: str, views: Callable[[], Sequence[RunView]]) -> None:
         self._client = connect(url, num_retries=0, silent_s=_ANSWER_S)
@@ -265,7 +257,6 @@ def _of_groups(snapshot: WaitSnapshot, view: RunView) -> Iterator[_Value]:
 
 
 def _of_run(snapshot: WaitSnapshot) -> Iterator[_Value]:
-    """Yield the progress and the bytes of a run."""
     budget = snapshot.budget
     yield _BATCHES_READY, (), max(0, snapshot.planned - snapshot.stepped)
     for state in ("planned", "stepped", "released"):

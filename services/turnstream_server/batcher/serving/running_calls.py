@@ -140,11 +140,7 @@ async def write_messages(
 async def bounded_by_store(
     client: redis.asyncio.Redis, within_s: float | None
 ) -> AsyncIterator[None]:
-    """Limit the waits for a silent store inside the block.
-
-    Raises:
-        StoreUnavailableError: the store is silent or cannot be reached.
-    """
+    """Limit the waits for a silent store inside the block; then raise a StoreUnavailableError."""
     address, began_s = address_of_client(client), time.monotonic()
     try:
         async with asyncio.timeout(within_s):

@@ -195,11 +195,7 @@ async def _start_planning(
 ) -> _Planning:
     """Return the parts that plan every run of the store, until `stack` is closed.
 
-    Args:
-        stack: closes them.
-        options: settings of the replica.
-        client: the store.
-        waiting: the same store, without retries, for calls that wait.
+    `waiting` is the same store without retries, for calls that wait.
     """
     assembler = Assembler(options.redis_url, max_cache_bytes=options.cache_bytes)
     stack.push_async_callback(assembler.close)

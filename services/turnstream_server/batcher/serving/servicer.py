@@ -227,7 +227,6 @@ class BatchesServicer:
 
 
 def _log_start(request: wire.StartRequest, session: TrainerSession, run: str) -> None:
-    """Log the first step of a session, and the steps that are served again."""
     name, returning = request.session, list(session.returning_steps)
     logger.info("trainer session %r of run %s begins at step %d", name, run, session.next_step)
     if session.is_rollback:

@@ -176,7 +176,6 @@ class BatcherCalls:
         self.replicas.end_get(skips=True)
 
     def _identity(self) -> dict[str, Any]:
-        """Return the fields that the requests of a session have in common."""
         return {
             "run": self.run,
             "session_epoch": self._session_epoch,
@@ -317,7 +316,6 @@ def error_of(error: grpc.RpcError) -> TurnstreamError:
 
 
 def _is_answer(error: TurnstreamError) -> bool:
-    """Return whether a failed call has an answer of the batcher."""
     return not isinstance(error, BatcherUnavailableError) or bool(error.reasons)
 
 

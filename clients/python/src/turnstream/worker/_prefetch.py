@@ -200,7 +200,6 @@ class Prefetcher:
                 self._changed.notify_all()
 
     def _pull(self) -> None:
-        """Run one Get, then advance or recover."""
         progress = self.progress
         progress.asked_s = time.monotonic()
         try:
@@ -242,7 +241,6 @@ class Prefetcher:
             raise
 
     def _timed(self, messages: Iterator[bytes]) -> Iterator[bytes]:
-        """Yield the same messages, and record when each came."""
         for message in messages:
             self.progress.answered_s = time.monotonic()
             yield message
@@ -286,7 +284,6 @@ class Prefetcher:
             self._arrival = arrival
 
     def _enqueue(self, header: MiniBatchHeader, data: memoryview) -> None:
-        """Check a complete mini-batch and queue it."""
         mini_batch = decode_mini_batch(data.toreadonly(), expected_hash=header.content_hash)
         info, progress, calls = mini_batch.info, self.progress, self._calls
         found = (info.run, info.step, info.mini_batch, info.dp_rank, info.dp_world_size)

@@ -106,22 +106,13 @@ def addresses_of(target: str) -> tuple[str, ...]:
 class Replicas:
     """The replica to call, and the next one if it does not answer. Thread-safe.
 
-    Short calls share one channel for each address. Gets have a channel of their own.
-
-    Args:
-        target: their addresses, with commas between them; or a function that returns them, which is
-            called again after none of them has answered.
-        api_key: key of all calls; None takes that of the environment.
-        timeout_s: longest wait for the first address of a function.
+    Short calls share one channel for each address. Gets have a channel of their own. A function as
+    `target` is called again after none of its addresses has answered.
 
     Attributes:
         target: the present addresses, with commas between them.
         current: address of the replica to call.
         metadata: metadata of each call, with the key.
-
-    Raises:
-        InvalidConfigError: an address has another form.
-        UnavailableError: the function has returned no address within `timeout_s`.
     """
 
     def __init__(

@@ -213,6 +213,5 @@ def jagged_to_torch(
 
 
 def _repeated_rows(offsets: Tensor, *, num_values: int) -> Tensor:
-    """Return the row that every value belongs to, int64 (num_values,)."""
     rows_B = torch.arange(len(offsets) - 1, device=offsets.device)
     return rows_B.repeat_interleave(offsets.diff(), output_size=num_values)

@@ -249,7 +249,6 @@ def clipped_value_loss(
 def _clipped_loss(
     ratio: Tensor, advantages_BR: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
-    """Return -min(ratio * A, clip(ratio) * A)."""
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return torch.maximum(-ratio * advantages_BR, -clipped * advantages_BR)
 

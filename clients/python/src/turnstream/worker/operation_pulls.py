@@ -53,14 +53,8 @@ class PulledOperations(NamedTuple):
 class OperationPuller:
     """Pulls the shares of one rank; a replica that does not answer is replaced by the next one.
 
-    For one thread, except `close`.
-
-    Args:
-        target: "HOST:PORT[,HOST:PORT..]", the batcher replicas; or a function that returns their
-            addresses, as for `BatchStream`.
-        dp_rank, dp_world_size: this rank, and the number of ranks.
-        timeout_s: longest time of a pull with its retries.
-        api_key: key of the pulls; None takes that of the environment.
+    For one thread, except `close`. `timeout_s` limits a pull with its retries. The other arguments
+    are those of `BatchStream`.
     """
 
     def __init__(

@@ -189,7 +189,6 @@ def kl_cov(
 
 
 def _binary_divergence(from_BR: Tensor, to_BR: Tensor, *, kind: Divergence) -> Tensor:
-    """Return the divergence of two log-probabilities of one event, (B, R)."""
     to_BR = to_BR.clamp(max=0.0)
     p_BR, q_BR = from_BR.exp(), to_BR.exp()
     if kind == "tv":

@@ -125,7 +125,6 @@ class MiniBatches:
                 raise self._missing(self._timeout_s) from self._prefetcher.progress.error
 
     def _missing(self, waited_s: float) -> UnavailableError:
-        """Return the error for a mini-batch that did not come within the time."""
         progress, run, target = self._prefetcher.progress, self._calls.run, self._calls.target
         waited = f"step {progress.step} of run {run!r} did not come within {round(waited_s, 1):g} s"
         why = f"step {progress.step} of run {run} was waited for {waited_s:.0f} s"
@@ -178,7 +177,6 @@ class MiniBatches:
         self._close()
 
     def _finished_batch(self, call: str) -> MiniBatchInfo:
-        """Return the batch for the acknowledgement `call`."""
         self._calls.process.require()
         if self._finished is None:
             raise RejectedError(
