@@ -1,4 +1,4 @@
-"""Random faults, one after the other, over one running stack."""
+"""Random faults over a running stack, and random damage to all that is stored and sent."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fuzz.campaign import CHUNK, Campaign
+from fuzz.services import ServiceCampaign
 from harness.soak import MAX_STORE_BYTES, MODES, soak
 from turnstream_server import failpoints
 from turnstream_server.embedded import Durability
@@ -54,3 +56,21 @@ def _words(text: str) -> set[str]:
     nodes = ast.walk(ast.parse(text))
     strings = [node.value for node in nodes if isinstance(node, ast.Constant)]
     return {re.sub(r"(@\d+)?(=stop)?$", "", each) for each in strings if isinstance(each, str)}
+
+
+@pytest.mark.campaign
+def test_batcher_survives_damaged_runs_and_requests(tmp_path: Path) -> None:
+    with Campaign(tmp_path, seed=20_261_123) as campaign:
+        report = campaign.run(3 * CHUNK)
+
+    assert report.problems == []
+    assert report.num_cases >= 3 * CHUNK
+
+
+@pytest.mark.campaign
+def test_services_refuse_damaged_keys_and_bodies(tmp_path: Path) -> None:
+    with ServiceCampaign(tmp_path, seed=20_261_126) as campaign:
+        report = campaign.run(400)
+
+    assert report.problems == []
+    assert report.num_cases == 400

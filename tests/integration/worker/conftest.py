@@ -16,7 +16,6 @@ import pytest
 import testkit
 from testkit.batchers import BatcherThread
 from turnstream.errors import (
-    EndOfRunError,
     FencedError,
     NotReadyError,
     TurnstreamError,
@@ -51,7 +50,6 @@ class FakeBatcher:
         self.refusals: list[TurnstreamError | None] = []
         self.calls: list[tuple[Any, ...]] = []
         self.gets: list[wire.GetRequest] = []
-        self.is_closed = False
         self.chunk_bytes = 300
         self.needs_stepped = True
         self.num_open_gets = 0
@@ -102,12 +100,6 @@ class FakeBatcher:
             ]
             self.changed.notify_all()
 
-    def close_run(self) -> None:
-        """Answer a Get for an unknown step with the end of the run."""
-        with self.changed:
-            self.is_closed = True
-            self.changed.notify_all()
-
     def start_session(self, request: wire.StartRequest, context: Any) -> wire.StartReply:
         """Begin a session of epoch 7."""
         self.calls.append(("Start", request.session, request.dp_world_size))
@@ -143,8 +135,6 @@ class FakeBatcher:
         deadline_s = time.monotonic() + request.wait_s
         with self.changed:
             while not self._is_ready(request.step):
-                if self.is_closed and request.step not in self.steps:
-                    abort(context, EndOfRunError("the run was closed"))
                 remaining_s = deadline_s - time.monotonic()
                 if remaining_s <= 0 or not context.is_active():
                     reason = WaitReason("member_open", "sample 3", {"sample": 3})
