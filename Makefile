@@ -18,7 +18,7 @@ DURABILITY ?=
 # Of `make simulate`: how many runs, from which seed on; with PROCESSES= on fewer than all cores.
 SEEDS ?= 2000
 FIRST ?= 0
-# Of `make fuzz`: the number of damaged runs and requests; SEED= repeats one campaign.
+# Of `make fuzz`: the number of damaged requests; SEED= repeats one campaign.
 CASES ?= 2000
 # Of `make mutate`: a file or folder of clients/python/src/turnstream, in batching or worker.
 FILE ?= batching/scoring/tag_statistics.py
@@ -114,7 +114,7 @@ chaos: $(STAMP) ## random faults over a running stack; SECONDS=1800 SEED= DURABI
 	PYTHONPATH=tests:tests/chaos $(BIN)/python -m harness.soak --seconds $(SECONDS) \
 	  $(if $(SEED),--seed $(SEED)) $(if $(DURABILITY),--durability $(DURABILITY)) $(if $(JSON),--json "$(JSON)")
 
-fuzz: $(STAMP) ## damage stored bytes, requests and bodies at random over batcher, gateway and store; CASES=2000 SEED=
+fuzz: $(STAMP) ## damage requests, bodies and keys at random over batcher and gateway; CASES=2000 SEED=
 	PYTHONPATH=tests:tests/chaos $(BIN)/python -m fuzz --cases $(CASES) $(if $(SEED),--seed $(SEED))
 
 proto: $(PROTO_STAMP) ## compile proto/ with the pinned compiler

@@ -1,4 +1,4 @@
-"""Damage thousands of runs, requests and keys, print a summary, and fail after any violation."""
+"""Send thousands of damaged requests, print a summary, and fail after any violation."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fuzz.campaign import Campaign, Report
-from fuzz.services import ServiceCampaign
+from fuzz.services import Report, ServiceCampaign
 
 
 def main() -> int:
@@ -19,21 +18,11 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
-        reports = [
-            _report_of(kind, folder / kind.__name__, options.seed, num_cases=options.cases)
-            for kind in (ServiceCampaign, Campaign)
-        ]
-    return 1 if any(report.problems for report in reports) else 0
-
-
-def _report_of(
-    kind: type[Campaign | ServiceCampaign], folder: Path, seed: int, *, num_cases: int
-) -> Report:
-    folder.mkdir(parents=True, exist_ok=True)
-    with kind(folder, seed=seed) as campaign:
-        report = campaign.run(num_cases)
-    _show(report, seed=seed)
-    return report
+        folder.mkdir(parents=True, exist_ok=True)
+        with ServiceCampaign(folder, seed=options.seed) as campaign:
+            report = campaign.run(options.cases)
+    _show(report, seed=options.seed)
+    return 1 if report.problems else 0
 
 
 def _show(report: Report, *, seed: int) -> None:

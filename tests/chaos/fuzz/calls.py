@@ -39,14 +39,17 @@ class Answer(NamedTuple):
         return self.code in REFUSALS
 
 
-def call_damaged(channel: grpc.Channel, run: str, rng: random.Random) -> Answer:
+def call_damaged(
+    channel: grpc.Channel, run: str, rng: random.Random, *, metadata: Metadata
+) -> Answer:
+    """Return the answer to a request with one damaged field, or with other damage of its bytes."""
     method, request, is_stream = rng.choice(list(_requests(run)))
     data = request.SerializeToString()
     if rng.random() < 0.7:
         how, data = "one field", damaged_message(data, rng)
     else:
         how, data, _ = damaged(data, rng)
-    return _call(channel, method, data, how=how, is_stream=is_stream)
+    return _call(channel, method, data, how=how, is_stream=is_stream, metadata=metadata)
 
 
 def call_with_metadata(
@@ -83,7 +86,7 @@ def _call(
     *,
     how: str,
     is_stream: bool,
-    metadata: Metadata = (),
+    metadata: Metadata,
 ) -> Answer:
     make: Callable[..., Any] = channel.unary_stream if is_stream else channel.unary_unary
     call = make(_SERVICE + method, request_serializer=bytes, response_deserializer=bytes)

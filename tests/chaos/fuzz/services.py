@@ -1,11 +1,13 @@
-"""Thousands of damaged keys and HTTP bodies on one gateway and one batcher, with a judgement."""
+"""Damaged requests, keys and HTTP bodies for one gateway and one batcher, with a judgement."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import re
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
 
@@ -21,8 +23,7 @@ from fuzz.bodies import (
     damaged_json,
     json_bodies,
 )
-from fuzz.calls import Metadata, call_with_metadata
-from fuzz.campaign import MAX_BYTES, Report
+from fuzz.calls import Answer, Metadata, call_damaged, call_with_metadata
 from fuzz.damage import damaged
 from turnstream.generator.transport.messages import MEDIA_TYPE as CALLS
 from turnstream.store.client.addresses import with_key
@@ -33,6 +34,9 @@ from turnstream_server.keys.records import ApiKey, KeyLimits, encode_key, key_id
 from turnstream_server.keys.store import KEYS, create_key
 from turnstream_server.launch.stack import Service, Stack
 
+MAX_BYTES: Final = 400_000_000
+"""Memory limit of each process."""
+
 MAX_GROWTH_BYTES: Final = 24_000_000
 """Growth of a process after the first quarter of the cases."""
 
@@ -40,6 +44,20 @@ _READY_S: Final = 60.0
 _TIMEOUT_S: Final = 30.0
 _PROBLEM: Final = "application/problem+json"
 _ANSWERS: Final = {"application/json", CALLS}
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """The result of a campaign: its cases by outcome, problems, and the memory of each process.
+
+    `growth_bytes` is the growth after the first quarter of the cases.
+    """
+
+    num_cases: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter[str])
+    problems: list[str] = field(default_factory=list[str])
+    peak_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    growth_bytes: dict[str, int] = field(default_factory=dict[str, int])
 
 
 class ServiceCampaign:
@@ -53,6 +71,7 @@ class ServiceCampaign:
         self._levels: dict[str, int] = {}
         self._kinds: dict[str, Callable[[random.Random], None]] = {
             "metadata": self._send_metadata,
+            "request": self._send_request,
             "JSON": lambda rng: self._send_body(rng, self._json),
             "Arrow": lambda rng: self._send_body(rng, self._arrow),
             "commands": lambda rng: self._send_body(rng, self._commands),
@@ -122,6 +141,11 @@ class ServiceCampaign:
         if answer.code != "UNAUTHENTICATED":
             self._add_problem(f"{answer}, expected UNAUTHENTICATED")
 
+    def _send_request(self, rng: random.Random) -> None:
+        run = rng.choice((RUN, "another", "x" * 200))
+        metadata = [(METADATA, self._secret)]
+        self._judge_call("", call_damaged(self._channel, run, rng, metadata=metadata))
+
     def _send_body(self, rng: random.Random, bodies: list[Body]) -> None:
         body = damaged_body(rng.choice(bodies), rng)
         self._judge_answer(body.route, self._post(body, secret=self._secret))
@@ -138,9 +162,7 @@ class ServiceCampaign:
             self._judge_answer(f"{damage}", self._post(self._json[0], secret=secret))
             metadata = [(METADATA, secret)]
             answer = call_with_metadata(self._channel, RUN, rng, metadata=metadata)
-            self._count(answer.code)
-            if not answer.is_typed:
-                self._add_problem(f"{damage}: {answer}")
+            self._judge_call(f"{damage}: ", answer)
         finally:
             self._client.hdel(KEYS, key.key_id)
 
@@ -150,6 +172,11 @@ class ServiceCampaign:
             return self._http.post(body.route, content=body.content, headers=headers)
         except httpx2.TransportError as error:
             return error
+
+    def _judge_call(self, what: str, answer: Answer) -> None:
+        self._count(answer.code)
+        if not answer.is_typed:
+            self._add_problem(f"{what}{answer}")
 
     def _judge_answer(self, what: str, answer: httpx2.Response | httpx2.TransportError) -> None:
         """Check that an answer is a success, or a problem document that is no 5xx."""
