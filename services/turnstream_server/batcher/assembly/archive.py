@@ -48,12 +48,11 @@ def archive_step(url: str, run: str, step: int, *, folder: Path) -> Path:
     """Write the rows of a step, the way one rank alone would get them, unless they are there.
 
     A column `mini_batch` tells the optimizer updates apart. `rewards` is as long as the response in
-    every row; `logprobs` is too, or null where no row of the mini-batch has any, and `advantages`,
+    every row. So is `logprobs`, or null where no row of the mini-batch has any, and `advantages`,
     or null where `advantage` is that of every trained token. `token_weights` are null where every
-    trained token weighs 1. The maps `tags` and `metrics` are
-    those of the row's trajectory, null where its seal cannot be read. The file appears whole or
-    not at all, and is on disk when this returns. Its metadata name run, step, lineage and manifest
-    hash. Errors are those of `read_planned_batch` and `assemble_batch`, and OSError.
+    trained token weighs 1. The maps `tags` and `metrics` are those of the row's trajectory, null
+    where its seal cannot be read. The file appears whole or not at all, and is on disk when this
+    returns. Its metadata name run, step, lineage and manifest hash.
     """
     batch = read_planned_batch(url, run, step)
     path = archive_path(folder, run, step)
@@ -76,10 +75,7 @@ def _is_archived(path: Path, *, manifest_hash: str) -> bool:
 
 
 def _write(path: Path, content: memoryview) -> None:
-    """Write a file that appears whole or not at all, and is on disk when this returns.
-
-    Drafts of this file that a killed process left are removed.
-    """
+    """Write a file, and remove drafts of it that a killed process left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for leftover in path.parent.glob(f".{path.name}.*.draft"):
         leftover.unlink(missing_ok=True)

@@ -238,12 +238,7 @@ def _mark_retrieved(task: asyncio.Task[Any]) -> None:
 def assemble_batch(
     url: str, batch: PlannedBatch, *, dp_rank: int, dp_world_size: int
 ) -> list[EncodedMiniBatch]:
-    """Return one rank's share of every mini-batch of a plan: the very bytes that a Get returns.
-
-    Raises:
-        DamagedPayloadError: payload of it is damaged.
-        UnknownFormatError: the batch has the assembly rules of another release.
-    """
+    """Return one rank's share of every mini-batch of a plan: the very bytes that a Get returns."""
     ranks = {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
     num_mini_batches = len(batch.manifest.mini_batches)
     with contextlib.closing(PayloadReader(url)) as reader:
@@ -253,12 +248,7 @@ def assemble_batch(
 def read_share(
     url: str, run: str, step: int, *, mini_batch: int, dp_rank: int, dp_world_size: int
 ) -> EncodedMiniBatch:
-    """Return one rank's share of one mini-batch of a run; errors as of the two functions here.
-
-    Raises:
-        RunNotFoundError: the step has fewer mini-batches.
-        InvalidConfigError: the mini-batch has more than MAX_SHARE_BYTES of payload.
-    """
+    """Return one rank's share of one mini-batch with at most MAX_SHARE_BYTES of payload."""
     batch = read_planned_batch(url, run, step)
     num_mini_batches = len(batch.manifest.mini_batches)
     if mini_batch >= num_mini_batches:
@@ -303,12 +293,7 @@ def _assemble(
 
 
 def read_planned_batch(url: str, run: str, step: int) -> PlannedBatch:
-    """Return the plan of a step with the config that it was made under.
-
-    Raises:
-        ReleasedError: the step is no longer retained.
-        NotReadyError: the step is not planned yet.
-    """
+    """Return the plan of a retained step with the config that it was made under."""
     with connect(url) as client:
         run = open_run(client, run)
         frontier = read_frontier(client, run)

@@ -39,13 +39,7 @@ _PAD_TOKEN_ID: Final = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationPass:
-    """The rows of operations that share a loss.
-
-    Attributes:
-        loss, settings: the loss of all rows, and its settings.
-        rows: a row per datum of all ranks.
-        cut: the rows of each rank.
-    """
+    """The rows of operations that share a loss: a row per datum, divided among all ranks."""
 
     loss: str
     settings: Mapping[str, float]
@@ -55,12 +49,7 @@ class OperationPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationPasses:
-    """Training calls of a model that run together, divided among all ranks of a world size.
-
-    Attributes:
-        first: number of the first command.
-        passes: in the order of their first operations.
-    """
+    """Training calls of a model that run together; passes are in order of their first calls."""
 
     model_id: str
     first: int
@@ -136,11 +125,7 @@ def _cut(rows: Rows, *, dp_world_size: int) -> Cut:
 
 
 def _info(operations: OperationPasses, share: Rows, *, index: int, dp_rank: int) -> MiniBatchInfo:
-    """Return the description of a share: its run is the model, its step the first command.
-
-    No manifest, lineage or config belongs to it. Losses of operations are sums, so that nothing
-    divides by its denominators.
-    """
+    """Return the description of a share: its run is the model, its step the first command."""
     own = operations.passes[index]
     lengths_B = own.rows.input_ids.lengths
     width = max(int(lengths_B.max()), INERT_LENGTH)

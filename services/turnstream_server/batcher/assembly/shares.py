@@ -70,11 +70,7 @@ def check_assembly_version(manifest: Manifest) -> None:
 
 
 def build_rows(batch: PlannedBatch, reader: PayloadReader, *, mini_batch: int) -> Rows:
-    """Return all rows of a mini-batch.
-
-    Raises:
-        DamagedPayloadError: names the trajectories that cannot be assembled.
-    """
+    """Return all rows of a mini-batch; an error names trajectories that cannot be assembled."""
     groups = batch.groups_of(mini_batch)
     members = [member for group in groups for member in group.trajectories]
     payload = reader.read(members, run=batch.manifest.run)

@@ -252,13 +252,7 @@ async def _record(
 
 
 def check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
-    """Refuse a rank that is neither of the current session nor of an observer.
-
-    Raises:
-        FencedError: its session has ended.
-        StoreBehindError: this store has not planned the batch that it has.
-        ConflictError: the session has another number of ranks.
-    """
+    """Refuse a rank that is neither of the current session nor of an observer."""
     is_of_older_session = request.session_epoch < frontier.session_epoch
     if not request.observer and is_of_older_session and not frontier.has_session:
         raise FencedError(

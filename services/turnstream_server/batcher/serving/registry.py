@@ -123,10 +123,8 @@ class RunRegistry:
 class RunDiscovery:
     """Finds every run of the store at first, and later each run that needs a planner.
 
-    Args:
-        client: its pool has a connection for the read that waits.
-        on_run: called with the name of each run, and again whenever it may have been created again.
-        list_every_s: longest wait for news before the list of runs is read.
+    `on_run` is called again whenever the run may have been created again. After `list_every_s`
+    without news, the list of runs is read.
     """
 
     def __init__(

@@ -293,11 +293,7 @@ async def registered(
 
 
 def advertised(bound: str, advertise: str) -> str:
-    """Return the address at which workers reach a batcher.
-
-    Args:
-        bound: "host:port" or "grpcs://host:port" that the server listens on.
-        advertise: "host:port" or "host" that was set; "" for none.
+    """Return the address at which workers reach a batcher that listens at `bound`.
 
     >>> advertised("127.0.0.1:7600", ""), advertised("0.0.0.0:7600", "batcher-3")
     ('127.0.0.1:7600', 'batcher-3:7600')

@@ -164,14 +164,10 @@ class BatcherCalls:
         return self.replicas.get(_path("Get"), request)
 
     def end_failed_get(self, error: TurnstreamError, *, has_data: bool) -> None:
-        """Send the next Get to another replica, unless the last one ended with an answer.
-
-        `has_data`: messages of the Get had arrived. If then only the answer to a ping was late, the
-        link is slow.
-        """
+        """Send the next Get to another replica, unless the last one ended with an answer."""
         if _is_answer(error):
             return
-        if has_data and _LATE_PING in str(error):
+        if has_data and _LATE_PING in str(error):  # the link is slow
             self.replicas.allow_slow_gets()
         self.replicas.end_get(skips=True)
 

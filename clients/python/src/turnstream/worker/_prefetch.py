@@ -108,11 +108,8 @@ class Prefetcher:
     """Pulls the steps of one share in order into a queue of at most `max_bytes`.
 
     Temporary failures are retried without end, so that a trainer may work for an hour between two
-    mini-batches. `take` raises every other failure.
-
-    Attributes:
-        queue: mini-batches that were not taken.
-        statistics: the counts so far, without those of the queue.
+    mini-batches. `take` raises every other failure. Rows with other weights than `row_weights` are
+    refused.
     """
 
     def __init__(
@@ -124,16 +121,11 @@ class Prefetcher:
         wait_s: float,
         row_weights: RowWeights,
     ) -> None:
-        """Start the thread; a Get waits `wait_s` at most for its step.
-
-        Rows with other weights than `row_weights` are refused.
-        """
         self.progress = Progress(first_step)
         self.statistics = StreamStatistics(max_prefetch_bytes=max_bytes)
         self.queue: deque[PulledMiniBatch] = deque()
-        self._arrival: Arrival[MiniBatchHeader] | None = (
-            None  # kept after an interruption: the next Get resumes it
-        )
+        # Kept after an interruption: the next Get resumes it.
+        self._arrival: Arrival[MiniBatchHeader] | None = None
         self._failure: BaseException | None = None
         self._changed = threading.Condition()  # guards the three above
         self._calls = calls
@@ -152,13 +144,7 @@ class Prefetcher:
             return arriving + sum(each.num_bytes for each in self.queue)
 
     def take(self, *, timeout_s: float) -> PulledMiniBatch | None:
-        """Return the oldest mini-batch, or None after `timeout_s`.
-
-        Raises:
-            TurnstreamError: the failure that ended the thread; queued mini-batches come first,
-                unless the session has ended.
-            RejectedError: this is closed, or the process was forked later.
-        """
+        """Return the oldest mini-batch, None after `timeout_s`, or raise what ended the thread."""
         self._calls.process.require()
         with self._changed:
             self._changed.wait_for(

@@ -86,9 +86,6 @@ def addresses_of(target: str) -> tuple[str, ...]:
     ('grpcs://batcher:7600',)
     >>> addresses_of("ipv4:10.0.0.1:7600,10.0.0.2:7600")
     ('ipv4:10.0.0.1:7600', 'ipv4:10.0.0.2:7600')
-
-    Raises:
-        InvalidConfigError: an address has another form than host:port or grpcs://host:port.
     """
     scheme = next((each for each in ("ipv4:", "ipv6:") if target.startswith(each)), "")
     addresses = [address.strip() for address in target.removeprefix(scheme).split(",")]
@@ -184,20 +181,14 @@ class Replicas:
                 self._is_alive = channel is self._get_channel
 
     def end_get(self, *, skips: bool = False) -> None:
-        """End the present Get, also from another thread; `skips` the replica in the next one.
-
-        Only a closed channel ends a call for certain and closes its connection.
-        """
-        with self._lock:
+        """End the present Get, also from another thread; `skips` the replica in the next one."""
+        with self._lock:  # only a closed channel ends a call for certain, and its connection
             self._close_get()
         if skips:
             self.skip(self._get_address)
 
     def allow_slow_gets(self) -> None:
-        """Raise the limit for answers to the pings of further Gets.
-
-        For a Get that got bytes until an answer to a ping was late: its link is slow.
-        """
+        """Raise the limit for answers to the pings of further Gets, whose link is slow."""
         with self._lock:
             self._get_ping_s = min(LONGEST_KEEPALIVE_S, _SLOWER * self._get_ping_s)
 

@@ -31,10 +31,7 @@ from turnstream.worker.operation_tensors import OperationTensors
 
 
 def target_logprobs(logits_NV: Tensor, *, targets_NK: Tensor) -> Tensor:
-    """Return the log-probability of each target under the logits of its position, float32 (N, K).
-
-    The temperature is 1.
-    """
+    """Return the log-probability of each target at temperature 1, float32 (N, K)."""
     scores_NV = logits_NV.float()
     return scores_NV.gather(-1, targets_NK) - scores_NV.logsumexp(-1, keepdim=True)
 

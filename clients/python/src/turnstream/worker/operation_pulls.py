@@ -37,13 +37,7 @@ MAX_DAMAGED = 3
 
 
 class PulledOperations(NamedTuple):
-    """One rank's rows of a pass over operations.
-
-    Attributes:
-        mini_batch: rows of this rank, inert ones included; its `run` is the model.
-        loss: the loss of all rows, a name of `batching.rows.operations.LOSS_SETTINGS`.
-        settings: those of the loss that differ from its defaults.
-    """
+    """One rank's rows of a pass, and their loss with the settings that differ from its defaults."""
 
     mini_batch: MiniBatch
     loss: str
@@ -77,20 +71,12 @@ class OperationPuller:
     def pull(
         self, model_id: str, *, first: int, last: int, skipped: Collection[int] = ()
     ) -> list[PulledOperations]:
-        """Return this rank's share of each pass over training calls, in order of the passes.
-
-        Args:
-            model_id: the model.
-            first: number of the first command.
-            last: number of the last command. All numbers between the two take part.
-            skipped: numbers that do not take part.
+        """Return this rank's share of each pass over the commands that are not skipped, in order.
 
         Raises:
             UnavailableError: no replica has sent all shares within the time limit.
             ReleasedError: a command has no content.
             CorruptRecordError: shares arrived damaged, several times.
-            AccessDeniedError: the key is not accepted, or may not have this model.
-            RejectedError: this is closed.
         """
         request = GetOperationsRequest(
             model_id=model_id,

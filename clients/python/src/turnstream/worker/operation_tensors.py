@@ -74,11 +74,7 @@ class OperationTensors:
 def operation_tensors(
     mini_batch: MiniBatch, *, device: torch.device | str | None = None
 ) -> list[OperationTensors]:
-    """Return one value per forward pass of the plan, on the CPU or copied to `device`.
-
-    Raises:
-        BatchingError: the rows are not those of operations.
-    """
+    """Return one value per forward pass of the plan, on the CPU or copied to `device`."""
     passes = mini_batch.info.micro_batches
     parts = [_tensors(take_rows(mini_batch.rows, rows)) for rows in passes]
     return [moved_tensors(part, device) for part in parts]
