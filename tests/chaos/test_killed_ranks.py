@@ -1,6 +1,6 @@
 """Ranks under torchrun that are killed at any point of 20 steps, on a real store and batcher.
 
-`RANK_KILLS=all` kills at every place, on both ranks, in place of a few chosen by the seed.
+`RANK_KILLS=all` kills at every place, on both ranks, in place of a few.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import testkit
-from harness.doomed_rank import run_command
 from testkit.batchers import BatcherThread
-from testkit.processes import FORKING
 from turnstream.batching.config.batching_config import BatchingConfig
 from turnstream.generator import Publisher
 from turnstream.store.run.runs import close_run, create_run
 from turnstream.types import Group, TrajectoryState
-from turnstream_server.embedded import EmbeddedServer, free_port
+from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.ledger.queries.ledger import read_ledger
 from turnstream_server.models.policy import load_policy
 
@@ -48,7 +46,18 @@ PLACES = (
 )
 """Failpoints of every rank, except those that only rank 0 reaches."""
 
+
+class Kill(NamedTuple):
+    """A rank, and the place where it is killed: see harness.doomed_rank."""
+
+    rank: int
+    place: str
+
+
 FIRST_RANK = ("publish.before_push@2", "checkpoint.after_weights")
+
+LOSING = [Kill(0, "train.after_update@2"), Kill(0, "checkpoint.after_weights")]
+"""An update that is not acknowledged, and weights without their token: a step is trained again."""
 
 VARIANTS = {
     "ddp": ("--parallel", "ddp"),
@@ -57,13 +66,6 @@ VARIANTS = {
     "ddp-lora": ("--parallel", "ddp", "--lora-rank", "4", "--layout", "packed"),
 }
 KILLS_ALL = os.environ.get("RANK_KILLS") == "all"
-
-
-class Kill(NamedTuple):
-    """A rank, and the place where it is killed: see harness.doomed_rank."""
-
-    rank: int
-    place: str
 
 
 class Training(NamedTuple):
@@ -86,7 +88,7 @@ def test_killed_ranks_resume_to_bit_equal_state_and_commit_once(
         client = redis.Redis.from_url(server.url)
         targets = {"target": batcher.target, "url": server.url, "options": VARIANTS[variant]}
         undisturbed = _prepare(client, "undisturbed", tmp_path, **targets)
-        _run_whole(undisturbed)
+        assert _launch(undisturbed, []) == 1
         disturbed = _prepare(client, "disturbed", tmp_path, **targets)
         num_starts = _launch(disturbed, kills)
         counts = [read_ledger(client, each.run).by_state for each in (undisturbed, disturbed)]
@@ -109,8 +111,7 @@ def _kills(rng: random.Random, *, is_sharded: bool) -> list[Kill]:
         for rank, place in itertools.product((0, 1), places)
         if rank == 0 or place not in FIRST_RANK
     ]
-    losing = [each for each in every if "committed" not in each.place]  # a step is trained again
-    chosen = rng.sample(every, len(every)) if KILLS_ALL else [rng.choice(losing)]
+    chosen = rng.sample(every, len(every)) if KILLS_ALL else LOSING
     steps = sorted(rng.randrange(1, NUM_STEPS) for _ in range(8 if KILLS_ALL else 1))
     # SIGTERM of one rank alone ends it too, and the others must not wait for it.
     moments = [
@@ -133,27 +134,6 @@ def _prepare(
     words += ["--folder", str(own), "--learning-rate", "1e-2"]
     words += ["--checkpoint-every", str(CHECKPOINT_EVERY), *options]
     return Training(own, run, words, {"TURNSTREAM_REDIS_URL": url, "OMP_NUM_THREADS": "1"})
-
-
-def _run_whole(training: Training) -> None:
-    """Train with two ranks that nothing disturbs, without a launcher."""
-    place = {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": training.run}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        FORKING.Process(
-            target=run_command,
-            args=(
-                training.words,
-                {**training.environment, **place, "RANK": each, "LOCAL_RANK": each},
-            ),
-        )
-        for each in ("0", "1")
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(400)
-    assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
 def _launch(training: Training, kills: Sequence[Kill]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from harness.history import History
 from harness.proxy import Proxy
 from harness.rig import PATIENCE_S, Rig
-from turnstream.worker import BatchStream, ObserverStream
+from turnstream.worker import ObserverStream
 from turnstream_server.ledger.core.frontier import read_frontier
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
@@ -99,26 +98,6 @@ def test_transfer_cut_in_its_middle_is_never_half_accepted(fed: Rig, proxy: Prox
 
     assert proxy.num_breaks == len(places)
     fed.drain()
-
-
-def test_step_whose_answer_is_lost_is_recorded_once(fed: Rig, proxy: Proxy) -> None:
-    # Fault 23: the batcher has noted the step, and its trainer lives on without an answer.
-    with BatchStream(proxy.address, fed.run) as stream, ThreadPoolExecutor(1) as thread:
-        trained = [next(stream), next(stream)]
-        proxy.replies.is_silent = True
-        answer = thread.submit(stream.stepped)
-        fed.wait(lambda: read_frontier(fed.client, fed.run).stepped == 1, "the step")
-        proxy.replies.is_silent = False
-        proxy.cut_all()
-        token = answer.result(PATIENCE_S)
-        trained += [next(stream), next(stream)]
-        stream.stepped()
-
-    assert [(each.info.step, each.info.mini_batch) for each in trained] == [
-        *((1, 0), (1, 1), (2, 0), (2, 1))
-    ]
-    assert (token.step, token.chain_hash) == (1, trained[0].info.manifest_hash)
-    assert read_frontier(fed.client, fed.run).stepped == 2
 
 
 @pytest.mark.parametrize(

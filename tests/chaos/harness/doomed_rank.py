@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +30,6 @@ def doom(environment: dict[str, str], *, start: int, rank: int) -> None:
     metrics = Path(environment["FOLDER"]) / "metrics.jsonl"
     arguments = (metrics, int(step), float(delay_s), signal.Signals[name])
     threading.Thread(target=_kill_after, args=arguments, daemon=True).start()
-
-
-def run_command(words: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run `turnstream` with these words and variables in this process, which is not killed."""
-    os.environ.update(environment)
-    sys.argv = ["turnstream", *words]
-    _main()
 
 
 def _main() -> None:

@@ -1,21 +1,17 @@
-"""A TCP proxy whose faults a test sets while it runs, and a gRPC server that repeats every call."""
+"""A TCP proxy whose faults a test sets while it runs."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import secrets
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 from urllib.parse import urlsplit
-
-import grpc
 
 _PIECE_BYTES = 1 << 16
 
@@ -205,89 +201,3 @@ def own_host() -> str:
     All of 127.0.0.0/8 is this machine.
     """
     return ".".join(["127", *(str(1 + secrets.randbelow(254)) for _ in range(3))])
-
-
-_MAX_CALLS = 64
-_UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
-_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The messages and the status of a call."""
-
-    messages: tuple[bytes, ...]
-    code: grpc.StatusCode
-    details: str
-
-
-@dataclass(frozen=True, slots=True)
-class Repeated:
-    """A call, and the outcome of each of its copies."""
-
-    method: str
-    request: bytes
-    outcomes: tuple[Outcome, ...]
-
-
-class Repeater(grpc.GenericRpcHandler):
-    """A gRPC server before another one, which sends each call several times.
-
-    `calls` are all that came, in the order in which they ended.
-    """
-
-    def __init__(self, target: str, *, num_copies: int = 3) -> None:
-        self.calls: list[Repeated] = []
-        self._num_copies = num_copies
-        self._channel = grpc.insecure_channel(target, options=_UNLIMITED)
-        self._senders = ThreadPoolExecutor(_MAX_CALLS)
-        self._server = grpc.server(ThreadPoolExecutor(_MAX_CALLS), options=_UNLIMITED)
-        self._server.add_generic_rpc_handlers((self,))
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-
-    def __enter__(self) -> Self:
-        self._server.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._server.stop(None).wait()
-        self._channel.close()
-        self._senders.shutdown()
-
-    def send_again(self, calls: Sequence[Repeated], *, num_copies: int) -> list[Repeated]:
-        """Send copies of these calls, all at once."""
-        pending = [
-            [self._senders.submit(self._send, call.method, call.request) for _ in range(num_copies)]
-            for call in calls
-        ]
-        return [
-            Repeated(call.method, call.request, tuple(each.result(_TIMEOUT_S) for each in copies))
-            for call, copies in zip(calls, pending, strict=True)
-        ]
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-        """Return the handler of one method; bytes pass as they are."""
-        return grpc.unary_stream_rpc_method_handler(
-            functools.partial(self._answer, handler_call_details.method)
-        )
-
-    def _answer(
-        self, method: str, request: bytes, context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
-        (repeated,) = self.send_again([Repeated(method, request, ())], num_copies=self._num_copies)
-        outcomes = repeated.outcomes
-        self.calls.append(repeated)
-        yield from outcomes[0].messages
-        if outcomes[0].code is not grpc.StatusCode.OK:
-            context.abort(outcomes[0].code, outcomes[0].details)
-
-    def _send(self, method: str, request: bytes) -> Outcome:
-        # One message or many look the same to a caller that takes whatever comes.
-        call: Any = self._channel.unary_stream(method)(request, timeout=_TIMEOUT_S)
-        messages: list[bytes] = []
-        try:
-            messages.extend(call)
-        except grpc.RpcError as error:
-            failed: Any = error
-            return Outcome(tuple(messages), failed.code(), failed.details())
-        return Outcome(tuple(messages), grpc.StatusCode.OK, "")

@@ -2,12 +2,11 @@
 
 import asyncio
 import dataclasses
-import signal
 from typing import Any
 
 import pytest
 
-from testkit import config, group, wait_until_async
+from testkit import config
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.batcher.planner import timekeeper
@@ -32,10 +31,6 @@ def open_members(cluster: Any, run: str, *, num_samples: int, sealed: int, **ope
         writer.append([1, 2], [3, 4])
         writer.seal(reward=float(sample))
     publisher.close()
-
-
-async def wait_for_states(cluster: Any, run: str, expected: dict[TrajectoryState, int]) -> None:
-    await wait_until_async(lambda: cluster.states(run) == expected, describe=f"states {expected}")
 
 
 async def test_group_with_a_hanging_member_is_trained_short(cluster: Any) -> None:
@@ -68,25 +63,6 @@ async def test_hanging_member_is_refilled_by_any_free_generator(cluster: Any) ->
     assert (refill.key, refill.group.prompt_uid) == (TrajectoryKey("g", 1, 1), "p7")
     assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/1"]
     assert cluster.states(run) == {TrajectoryState.PLANNED: 2, TrajectoryState.SURPLUS: 1}
-
-
-async def test_restarted_batcher_does_not_wait_for_a_hanging_member(
-    cluster: Any, start_batcher_process: Any
-) -> None:
-    run = cluster.create_run(batch_groups=2, **SHORT)
-    first = start_batcher_process()
-    await first.line()
-    await asyncio.to_thread(open_members, cluster, run, num_samples=3, sealed=2)
-    cluster.pass_deadlines(run)
-    await wait_for_states(cluster, run, {TrajectoryState.SEALED: 2, TrajectoryState.SURPLUS: 1})
-
-    first.send_signal(signal.SIGKILL)
-    await asyncio.to_thread(first.wait, 10)
-    await cluster.publish(run, group("h"))
-    trainer = await cluster.start_trainer(run, lease_s=0.6)
-    (pulled,) = await trainer.get(1)
-
-    assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/0", "h/0/0", "h/1/0"]
 
 
 @pytest.mark.parametrize(

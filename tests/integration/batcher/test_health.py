@@ -43,11 +43,6 @@ async def next_state(stream):
     return (await asyncio.wait_for(stream.read(), 60)).status
 
 
-@pytest.mark.parametrize("service", ["", SERVICE])
-async def test_a_batcher_whose_store_takes_writes_serves(stub, service):
-    assert await check(stub, service) == (SERVING, "")
-
-
 async def test_missing_store_is_reported_with_its_reason_until_it_is_back(server, stub):
     stream = stub.Watch(HealthCheckRequest(service=SERVICE), timeout=60)
     before = await next_state(stream)

@@ -51,30 +51,6 @@ def kill_generator(cluster, start_process):
     return kill
 
 
-async def test_turns_of_a_killed_generator_are_adopted_and_trained_once(cluster, kill_generator):
-    run, trainer = await cluster.serve(batch_groups=1, takeover_s=TAKEOVER_S)
-    await kill_generator(run)
-    cluster.end_leases(run, ago_s=1)
-
-    def adopt() -> None:
-        with Publisher(cluster.url, run, writer="second") as publisher:
-            for lapsed in publisher.lapsed():
-                episode = publisher.adopt(*lapsed.key)
-                last = episode.turns[-1]
-                context = [*last.prompt_ids, *last.response_ids, ord("f")]
-                episode.append(context, ids("g"))
-                episode.seal(float(lapsed.key.sample))
-
-    await asyncio.to_thread(adopt)
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    assert pulled.rows == ["abCdEfG", "abCdEfG"]
-    assert pulled.mini_batch.rows.group_id == ["first", "first"]
-    assert cluster.ledger(run).accepted == 2
-    assert cluster.states(run) == {TrajectoryState.PLANNED: 2}
-
-
 async def test_group_of_a_killed_generator_is_abandoned_and_frees_capacity(cluster, kill_generator):
     one_group = {"batch_groups": 1, "max_staleness": 0, "max_planned_ahead": 0}
     run, trainer = await cluster.serve(**one_group, lease_s=2.0, takeover_s=TAKEOVER_S)

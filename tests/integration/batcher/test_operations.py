@@ -22,10 +22,8 @@ from turnstream.errors import (
     InvalidConfigError,
     ReleasedError,
 )
-from turnstream.records.statuses import status_to_error
 from turnstream.store.client.connection import connect_async
 from turnstream.wire.v1.operations_pb2 import (
-    GetOperationsRequest,
     OperationChunk,
     OperationShareHeader,
 )
@@ -86,18 +84,6 @@ async def pull(
     """Return the shares of a rank."""
     options = {"dp_rank": dp_rank, "dp_world_size": dp_world_size, "timeout_s": timeout_s}
     return await asyncio.to_thread(_pull, target, model_id, run, skipped, **options)
-
-
-async def raw_answer(
-    address: str, model_id: str, *, first: int, last: int, dp_rank: int
-) -> list[bytes]:
-    """Return the messages of a Get of one of two ranks, as they arrive."""
-    request = GetOperationsRequest(
-        model_id=model_id, first=first, last=last, dp_rank=dp_rank, dp_world_size=2
-    ).SerializeToString()
-    async with grpc.aio.insecure_channel(address) as channel:
-        made: Any = channel.unary_stream(PATH)(request, timeout=30)
-        return [message async for message in made]
 
 
 def data_of(shares: Sequence[PulledOperations]) -> list[tuple[int, str, int]]:
@@ -166,37 +152,17 @@ async def test_ranks_share_an_assembly_until_the_last_one_has_its_rows(
     assert made == [3, 3, 2]
 
 
-async def test_command_without_content_is_refused_by_number(cluster: Cluster) -> None:
+async def test_missing_content_and_impossible_rank_are_refused(cluster: Cluster) -> None:
     model_id, run = await new_model(cluster, OPERATIONS)
     replica = await cluster.start_batcher()
     cluster.client.hdel(model_keys(model_id).bodies, "2")
 
+    with pytest.raises(InvalidConfigError, match="dp_rank: 2 is not in a world of 2"):
+        OperationStream(replica.address, dp_rank=2, dp_world_size=2)
     with pytest.raises(ReleasedError, match=f"command 2 of model '{model_id}' has no content"):
         await pull(replica.address, model_id, run)
     with pytest.raises(ReleasedError, match="command 1 of model 'S:train:9' has no content"):
         await pull(replica.address, "S:train:9", run)
-
-
-async def test_damaged_content_is_an_error_after_few_calls(cluster: Cluster) -> None:
-    model_id, run = await new_model(cluster, OPERATIONS)
-    replica = await cluster.start_batcher()
-    cluster.client.hset(model_keys(model_id).bodies, "2", b"\xff" * 40)
-
-    with pytest.raises(CorruptRecordError, match=f"command 2 of model '{model_id}' is no"):
-        await pull(replica.address, model_id, run)
-
-
-async def test_rank_outside_its_world_is_refused_at_both_ends(cluster: Cluster) -> None:
-    replica = await cluster.start_batcher()
-
-    with pytest.raises(InvalidConfigError, match="dp_rank: 2 is not in a world of 2"):
-        OperationPuller(replica.address, dp_rank=2, dp_world_size=2)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await raw_answer(replica.address, "S:train:0", first=1, last=1, dp_rank=2)
-
-    error = status_to_error(caught.value.code().name, caught.value.details() or "")
-    assert isinstance(error, InvalidConfigError)
-    assert error.field == "dp_rank"
 
 
 @pytest.mark.parametrize(

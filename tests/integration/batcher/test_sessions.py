@@ -15,24 +15,7 @@ from turnstream.errors import (
 )
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
-from turnstream.store.run.runs import newest_version
 from turnstream_server.ledger.core.frontier import Rollback, read_frontier
-
-
-async def test_an_old_session_can_neither_get_nor_acknowledge(cluster):
-    run = cluster.create_run(batch_groups=1)
-    replica = await cluster.start_batcher()
-    old, new = cluster.trainer(replica, run), cluster.trainer(replica, run)
-    await cluster.publish(run, group("g0"))
-    await old.start("old")
-    pulled = await old.get(1)
-
-    await new.start("new")
-
-    with pytest.raises(FencedError):
-        await old.get(1)
-    with pytest.raises(FencedError):
-        await old.stepped(pulled)
 
 
 async def test_a_get_asks_the_store_who_trains_and_not_its_own_memory(cluster):
@@ -99,37 +82,6 @@ async def test_stepped_and_uncommitted_batch_is_served_again_unchanged(cluster):
     assert reply.next_step == 1
     assert after[0].header.content_hash == before[0].header.content_hash
     testkit.assert_same(after[0].mini_batch, before[0].mini_batch)
-
-
-async def test_another_world_size_gets_the_same_rows_with_the_same_denominators(cluster):
-    run = cluster.create_run(batch_groups=2)
-    replica = await cluster.start_batcher()
-    one, three = cluster.trainer(replica, run), cluster.trainer(replica, run)
-    await cluster.publish(run, group("g0"), group("g1"))
-    await one.start("one", dp_world_size=1)
-    (whole,) = await one.get(1)
-
-    await three.start("three", dp_world_size=3)
-    shares = [(await three.get(1, dp_rank=rank))[0].mini_batch for rank in range(3)]
-
-    rows = whole.mini_batch.rows.row_id.tolist()
-    assert sorted(r for s in shares for r in s.rows.row_id.tolist() if r >= 0) == rows
-    assert {s.info.denominators for s in shares} == {whole.mini_batch.info.denominators}
-
-
-async def test_an_announced_version_reaches_generators_and_the_next_session(cluster):
-    run = cluster.create_run(batch_groups=1)
-    replica = await cluster.start_batcher()
-    first, second = cluster.trainer(replica, run), cluster.trainer(replica, run)
-    await first.start("first")
-
-    await first.announce_version(4, step=0, weights_uri="file:///weights/4")
-    reply = await second.start("second")
-
-    announced = newest_version(cluster.client, run)
-    assert announced is not None
-    assert (announced.version, announced.weights_uri) == (4, "file:///weights/4")
-    assert reply.newest_version == 4
 
 
 async def test_going_back_is_logged_and_the_run_keeps_what_came_again(cluster, caplog):

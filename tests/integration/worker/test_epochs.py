@@ -76,6 +76,8 @@ def test_step_is_done_after_its_last_epoch_alone(run: Any) -> None:
             next(mini_batches)
             with pytest.raises(RejectedError, match="iterate to the end of its last epoch"):
                 step.done()
+        with pytest.raises(RejectedError, match="call done"):
+            step.commit()
         with pytest.raises(RejectedError, match="step 1 is not done"):
             next(batches)
 

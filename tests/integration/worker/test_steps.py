@@ -146,19 +146,6 @@ def test_forked_process_gets_an_error_from_every_call(run: Any) -> None:
         next(batches)
 
 
-def test_unfinished_step_blocks_the_next_one(run: Any) -> None:
-    publish(run, 2)
-    with run.batches() as batches:
-        step = next(batches)
-        with pytest.raises(RejectedError, match="mini-batches that were not taken"):
-            step.done()
-        with pytest.raises(RejectedError, match="call done"):
-            step.commit()
-        trained(step)
-        with pytest.raises(RejectedError, match="step 1 is not done"):
-            next(batches)
-
-
 def test_deleted_run_begins_no_session_of_the_next_run_of_its_name(
     server: Any, service: Any, run: Any
 ) -> None:

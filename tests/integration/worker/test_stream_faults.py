@@ -53,20 +53,6 @@ def test_missing_batcher_is_reported_at_the_deadline(batcher: Any, retried: Any)
             assert [each.kind for each in caught.value.reasons] == [kind, "batcher_away"]
 
 
-def test_batcher_restart_during_a_batch_repeats_no_mini_batch(batcher: Any) -> None:
-    batcher.add_step(1, "abCDEFG", num_mini_batches=4)
-    batcher.chunk_bytes = 1 << 20
-    batcher.faults = [stop_after(3, batcher)]
-
-    with batcher.stream(max_prefetch_bytes=1) as stream:
-        seen = [next(stream)]
-        batcher.stop()
-        batcher.start()
-        seen += [next(stream) for _ in range(3)]
-
-    assert [mini_batch.info.mini_batch for mini_batch in seen] == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("num_messages", [0, 1, 2, 5])
 def test_interrupted_stream_is_fetched_again(batcher: Any, num_messages: int) -> None:
     batcher.add_step(1, "abCDEFG", num_mini_batches=2)
@@ -313,17 +299,6 @@ def aborted_after(num_messages: int, status: grpc.StatusCode = grpc.StatusCode.U
     def fault(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
         yield from itertools.islice(messages, num_messages)
         context.abort(status, "going away")
-
-    return fault
-
-
-def stop_after(num_messages: int, batcher: Any) -> Any:
-    """Sends that many messages and then nothing, until the server is stopped."""
-
-    def fault(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        yield from itertools.islice(messages, num_messages)
-        with batcher.changed:
-            batcher.changed.wait_for(lambda: not context.is_active(), timeout=10)
 
     return fault
 
