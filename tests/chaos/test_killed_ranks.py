@@ -124,7 +124,6 @@ def _kills(rng: random.Random, *, is_sharded: bool) -> list[Kill]:
 def _prepare(
     client: redis.Redis, run: str, folder: Path, *, target: str, url: str, options: Sequence[str]
 ) -> Training:
-    """Publish 20 steps of a new run."""
     create_run(client, run, BatchingConfig(batch_groups=2, mini_batch_groups=1, max_staleness=1000))
     _publish(url, run)
     close_run(client, run)
@@ -160,7 +159,6 @@ def _launch(training: Training, kills: Sequence[Kill]) -> int:
 
 
 def _publish(url: str, run: str) -> None:
-    """Two groups for each step: a short good answer, a longer bad one."""
     good = [testkit.turn("ab", "CD")]
     bad = [testkit.turn("ab", "EF"), testkit.turn("abefg", "H")]
     with Publisher(url, run) as publisher:

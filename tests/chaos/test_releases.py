@@ -44,7 +44,6 @@ def test_services_are_upgraded_and_downgraded_one_by_one(rig: Rig) -> None:
 
 
 def _publish_and_train(rig: Rig, writer: str) -> None:
-    """A step more, of groups that are new; all others were trained before."""
     stepped = rig.count("stepped")
     rig.start_generator(writer, groups=4)
     rig.wait_for_lines("stepped", stepped + 1)

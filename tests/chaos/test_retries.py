@@ -93,7 +93,6 @@ def _replay(rig: Rig, proxied: Proxy, *, copies: int) -> list[Any]:
 
 
 def _texts(answers: Iterable[Any]) -> Iterator[str]:
-    """Each text and error, also those in lists."""
     for answer in answers:
         if isinstance(answer, list):
             yield from _texts(answer)

@@ -62,7 +62,6 @@ class Body(NamedTuple):
 
 
 def json_bodies() -> list[Body]:
-    """Return a valid body of every route that takes JSON."""
     sent = _group()
     named = {"group_id": "task", "sample": 0}
     contents = {
@@ -81,7 +80,6 @@ def json_bodies() -> list[Body]:
 
 
 def arrow_bodies() -> list[Body]:
-    """Return a valid body of every route that takes Arrow."""
     sent = _group()
     rows = {
         "groups": [{"group_id": "task", "num_samples": 2, "samples": [1]}],
@@ -92,11 +90,7 @@ def arrow_bodies() -> list[Body]:
 
 
 def call_bodies(url: str) -> list[Body]:
-    """Create the run through a gateway, and return the bodies of a publisher for a group.
-
-    Args:
-        url: address of the gateway, with a key.
-    """
+    """Create the run through a gateway, and return the bodies of a publisher for a group."""
     found: list[bytes] = []
     send = HttpTransport.send
 
@@ -180,7 +174,6 @@ def _leaves(message: Any) -> Iterator[tuple[Any, str, int]]:
 
 
 def damaged_json(data: bytes, rng: random.Random) -> Damage:
-    """Change or remove one value in JSON, at any depth."""
     content = json.loads(data)
     holder, name = rng.choice([*_places(content)])
     if rng.random() < 0.15:
@@ -191,7 +184,6 @@ def damaged_json(data: bytes, rng: random.Random) -> Damage:
 
 
 def damaged_arrow(data: bytes, rng: random.Random) -> bytes:
-    """Remove one column, or give it other values of another type."""
     with pa.ipc.open_stream(data) as reader:
         table = reader.read_all()
     place = rng.randrange(table.num_columns)

@@ -42,7 +42,6 @@ class Answer(NamedTuple):
 def call_damaged(
     channel: grpc.Channel, run: str, rng: random.Random, *, metadata: Metadata
 ) -> Answer:
-    """Return the answer to a request with one damaged field, or with other damage of its bytes."""
     method, request, is_stream = rng.choice(list(_requests(run)))
     data = request.SerializeToString()
     if rng.random() < 0.7:
@@ -55,7 +54,6 @@ def call_damaged(
 def call_with_metadata(
     channel: grpc.Channel, run: str, rng: random.Random, *, metadata: Metadata
 ) -> Answer:
-    """Return the answer to a valid request with this metadata."""
     method, request, is_stream = rng.choice(list(_requests(run)))
     data = request.SerializeToString()
     return _call(channel, method, data, how="metadata", is_stream=is_stream, metadata=metadata)

@@ -42,7 +42,6 @@ def damaged(data: bytes, rng: random.Random) -> Damage:
 
 
 def random_bytes(data: bytes, rng: random.Random) -> Damage:
-    """Replace all of it by noise, mostly of the same length."""
     length = rng.choice((len(data), len(data), 0, 1, 7, 4_096))
     return Damage("random bytes", rng.randbytes(length))
 
@@ -72,7 +71,6 @@ def _changed_byte(data: bytes, rng: random.Random, bits: int) -> bytes:
 
 
 def repeated(data: bytes, rng: random.Random) -> Damage:
-    """Write it several times, one after the other."""
     return Damage("repeated", data * rng.choice((2, 3, 50)))
 
 
@@ -85,20 +83,17 @@ def is_framed(data: bytes) -> bool:
 
 
 def forged_field(data: bytes, rng: random.Random) -> Damage:
-    """Change one field of the record's header, and write the checksum that fits."""
     header, body = _split(data)
     return Damage("one field forged", _join(data, damaged_message(header, rng), body), True)
 
 
 def forged_header(data: bytes, rng: random.Random) -> Damage:
-    """Flip one byte of the record's header, and write the checksum that fits."""
     header, body = _split(data)
     other = flipped_byte(header, rng).data
     return Damage("one byte of the header forged", _join(data, other, body), True)
 
 
 def newer_version(data: bytes, rng: random.Random) -> Damage:
-    """Write the major version of a newer release."""
     header, body = _split(data)
     newer = data[:3] + bytes([rng.randrange(2, 256)]) + data[4:]
     return Damage("a newer release", _join(newer, header, body), True)
@@ -133,7 +128,6 @@ def _changed(value: int | bytes, rng: random.Random) -> int | bytes:
 
 
 def _split(record: bytes) -> tuple[bytes, bytes]:
-    """Return the header and the body of a framed record."""
     length = _PREFIX.unpack_from(record)[3]
     start = _PREFIX.size + length
     return record[_PREFIX.size : start], record[start + -length % 8 : -_NUM_CRC_BYTES]

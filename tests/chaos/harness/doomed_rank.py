@@ -39,7 +39,6 @@ def _main() -> None:
 
 
 def note_start(folder: Path, *, rank: int) -> None:
-    """Add a line to the file `starts` for each start of rank 0."""
     folder.mkdir(parents=True, exist_ok=True)
     if rank == 0:
         with (folder / "starts").open("a") as starts:
@@ -54,7 +53,6 @@ def _kill_after(metrics: Path, step: int, delay_s: float, number: signal.Signals
 
 
 def last_step(metrics: Path) -> int:
-    """Return the step of the last whole line; 0 without any."""
     lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
     return json.loads(lines[-1])["step"] if lines else 0
 

@@ -43,7 +43,6 @@ def kill_a_batcher(stack: Stack) -> None:
 
 
 def put_a_batcher_to_sleep(stack: Stack) -> None:
-    """Send SIGSTOP for twice its lease."""
     _sleep(stack, stack.batchers.values(), 2 * LEASE_S)
 
 
@@ -97,7 +96,6 @@ def put_the_store_to_sleep(stack: Stack) -> None:
 
 
 def lose_replies_of_the_store(stack: Stack) -> None:
-    """Reset connections after their request has arrived."""
     _cut_replies(stack, stack.store_proxy, within_bytes=400)
 
 
@@ -120,7 +118,6 @@ def slow_the_store_down(stack: Stack) -> None:
 
 
 def cut_transfers_to_the_ranks(stack: Stack) -> None:
-    """Reset connections in the middle of frames."""
     _cut_replies(stack, stack.batcher_proxy, within_bytes=4000)
 
 

@@ -33,7 +33,6 @@ def right_history() -> Lines:
 
 
 def group_lines(group: str, *, at: float = 0.0) -> Lines:
-    """Return the lines of a generator that opens a group and seals its two members."""
     opening = {"group": group, "num_samples": 2}
     found: list[tuple[str, Facts]] = [
         ("opening", opening),

@@ -50,7 +50,6 @@ def lost_trajectories(lines: Sequence[Line], cuts: Sequence[float], *, logs: Pat
 
 
 def _written(lines: Iterable[Line]) -> Iterator[str]:
-    """Yield the trajectories of writes."""
     for line in lines:
         if line.kind in ("sealing", "sealed"):
             yield line["trajectory"]

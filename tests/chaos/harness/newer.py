@@ -28,7 +28,6 @@ _write_frame = framing.write_frame
 def write_newer_frame(
     kind: bytes, header: bytes, body: Iterable[NDArray[Any]] = (), **options: Any
 ) -> bytes:
-    """The record with the field that is new."""
     more = UNKNOWN_FIELD if kind in _WITH_FIELDS else b""
     return _write_frame(kind, header + more, body, **options)
 

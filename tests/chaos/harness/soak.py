@@ -160,7 +160,6 @@ def soak(
 
 
 def _in_random_order(rng: random.Random) -> Iterator[Fault]:
-    """Yield all faults in a random order, then again in another one."""
     while True:
         yield from rng.sample(FAULTS, len(FAULTS))
 

@@ -128,7 +128,6 @@ def start_batcher_process(
 
 @pytest.fixture
 async def cluster(server: EmbeddedServer) -> AsyncIterator[Cluster]:
-    """A cluster around the shared store."""
     cluster = Cluster(server.url)
     yield cluster
     await cluster.close()
@@ -136,7 +135,6 @@ async def cluster(server: EmbeddedServer) -> AsyncIterator[Cluster]:
 
 @pytest.fixture
 async def cluster_at() -> AsyncIterator[Callable[[str], Cluster]]:
-    """Makes a cluster around a store of one's own."""
     clusters: list[Cluster] = []
 
     def make(url: str) -> Cluster:
@@ -150,8 +148,6 @@ async def cluster_at() -> AsyncIterator[Callable[[str], Cluster]]:
 
 @pytest.fixture
 def of_3() -> Callable[[str], Group]:
-    """`of_3(name)` makes a group of three with different rewards."""
-
     def build(group_id: str) -> Group:
         turn = testkit.turn("ab", "CD")
         members = [testkit.trajectory(turn, sample=s, reward=float(s)) for s in range(3)]

@@ -83,7 +83,6 @@ def good_request(method: str, run: str) -> Any:
 
 
 async def call(channel: grpc.aio.Channel, method: str, data: bytes) -> grpc.aio.AioRpcError:
-    """Return the error of a call with these bytes."""
     path = f"/turnstream.wire.v1.Batches/{method}"
     make = channel.unary_stream if method == "Get" else channel.unary_unary
     made: Any = make(path)(data, timeout=30)

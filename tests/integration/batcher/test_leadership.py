@@ -24,7 +24,6 @@ LEASE_S = 0.5
 
 
 async def is_renewed(url: str, run: str, number: int) -> None:
-    """Wait until the leadership of a run was renewed so often."""
     ends: set[Any] = set()
 
     async def is_so() -> bool:
@@ -151,8 +150,6 @@ class Failing:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets the first pause of a planner that fails, and when a term has lasted."""
-
     def set_pauses(*, first_s: float = 0.02, settled_s: float = 60.0) -> None:
         monkeypatch.setattr(backoff, "FIRST_PAUSE_S", first_s)
         monkeypatch.setattr(backoff, "LONGEST_PAUSE_S", 60.0)
@@ -162,7 +159,6 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 async def fail(cluster: Any, hook: Failing) -> tuple[str, Any]:
-    """A run and its batcher, whose planner fails as the hook says."""
     run = cluster.create_run(batch_groups=1)
     batcher = await cluster.start_batcher(before_write=hook)
     await cluster.publish(run, group("g0"))

@@ -40,8 +40,6 @@ with Publisher(*sys.argv[1:], writer="first") as publisher, publisher.group("fir
 
 @pytest.fixture
 def kill_generator(cluster, start_process):
-    """Kills a generator that has written its turns."""
-
     async def kill(run: str) -> None:
         doomed = start_process(GENERATOR, cluster.url, run)
         assert await doomed.line() == "wrote"

@@ -53,8 +53,6 @@ def opened_ms(cluster, run):
 
 
 async def abandon(cluster, run, *reasons):
-    """Abandon every member of a group, each with its reason."""
-
     def send():
         with Publisher(cluster.url, run) as publisher, publisher.group("a", len(reasons)) as opened:
             for sample, reason in enumerate(reasons):

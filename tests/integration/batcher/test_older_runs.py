@@ -48,7 +48,6 @@ def write(client: redis.Redis, name: str, kind: str, value: Any) -> None:
 
 @pytest.fixture
 def client(server: EmbeddedServer) -> Iterator[redis.Redis]:
-    """The store as the older release left it."""
     stored = json.loads((Path(__file__).parent / "older_run.json").read_text())
     with connect(server.url) as client:
         for name, entry in stored.items():
@@ -57,7 +56,6 @@ def client(server: EmbeddedServer) -> Iterator[redis.Redis]:
 
 
 def dump(client: redis.Redis) -> dict[str, bytes | None]:
-    """Return everything that is stored of the run."""
     return {name: client.dump(name) for name in keys.run_keys(RUN)}
 
 

@@ -81,7 +81,6 @@ async def pull(
     dp_world_size: int = 1,
     timeout_s: float = 30.0,
 ) -> list[PulledOperations]:
-    """Return the shares of a rank."""
     options = {"dp_rank": dp_rank, "dp_world_size": dp_world_size, "timeout_s": timeout_s}
     return await asyncio.to_thread(_pull, target, model_id, run, skipped, **options)
 
@@ -158,7 +157,7 @@ async def test_missing_content_and_impossible_rank_are_refused(cluster: Cluster)
     cluster.client.hdel(model_keys(model_id).bodies, "2")
 
     with pytest.raises(InvalidConfigError, match="dp_rank: 2 is not in a world of 2"):
-        OperationStream(replica.address, dp_rank=2, dp_world_size=2)
+        OperationPuller(replica.address, dp_rank=2, dp_world_size=2)
     with pytest.raises(ReleasedError, match=f"command 2 of model '{model_id}' has no content"):
         await pull(replica.address, model_id, run)
     with pytest.raises(ReleasedError, match="command 1 of model 'S:train:9' has no content"):

@@ -74,8 +74,6 @@ def store_call(function: Callable[..., Any], *arguments: Any, **options: Any) ->
 
 
 def in_thread(work: Callable[[Publisher], Any]) -> Act:
-    """Return a kind of work: calls of a publisher."""
-
     async def act(cluster: Any, run: str, trainer: Any, words: Words) -> None:
         def send() -> None:
             with Publisher(cluster.url, run) as publisher:
@@ -242,7 +240,6 @@ async def test_wait_for_a_parked_run_ends_when_the_store_restarts(
 
 
 def num_reads(cluster: Any) -> int:
-    """How often the frontier of a run was read."""
     found: Any = cluster.client.info("commandstats")
     return found["cmdstat_hgetall"]["calls"]
 
@@ -314,7 +311,6 @@ OPTIONS = {"leader_lease_s": 2.0, "park_after_s": 0.3}
 
 
 async def started(start_batcher_process: Any, failpoint: str = "") -> Any:
-    """Return a batcher process that answers."""
     process = start_batcher_process(failpoint, **OPTIONS)
     assert await process.line()
     return process

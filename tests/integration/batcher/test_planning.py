@@ -103,7 +103,6 @@ async def test_decisions_on_a_released_group_delay_no_other(cluster, caplog):
 
 
 def of_version(name: str, version: int) -> Group:
-    """A group of two whose tokens one version sampled."""
     members = [
         trajectory(turn("ab", "CD", version=version), sample=sample, reward=float(sample))
         for sample in range(2)

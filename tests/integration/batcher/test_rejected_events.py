@@ -39,7 +39,6 @@ UNREADABLE: dict[str, Mapping[str, bytes]] = {
 
 
 def add_event(cluster: Any, run: str, fields: Mapping[Any, Any], *, event_id: str = "*") -> str:
-    """Write an event past every check; its id."""
     added: Any = cluster.client.xadd(keys.run_keys(run).events, dict(fields), id=event_id)
     return added.decode()
 

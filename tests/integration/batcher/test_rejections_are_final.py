@@ -93,7 +93,6 @@ def write_events(cluster: Any, run: str, found: list[Any]) -> list[str]:
 
 
 def chain_of(cluster: Any, run: str, steps: int) -> list[tuple[str, Manifest]]:
-    """The plans of a run with their hashes."""
     plans = [read_plan(cluster.client, run, step) for step in range(1, steps + 1)]
     return [(each.hash, each.manifest) for each in plans if each is not None]
 
@@ -114,7 +113,6 @@ def trouble(cluster: Any, run: str) -> bytes | None:
 
 
 def saved(cluster: Any) -> dict[Any, Any]:
-    """All that the store holds."""
     names: Any = cluster.client.keys("*")
     return {name: cluster.client.dump(name) for name in names}
 

@@ -29,7 +29,6 @@ ACTS = (
 
 
 def payload_ids(cluster, run: str) -> set[str]:
-    """Trajectories whose turns are in the store."""
     start = keys.trajectory_keys(run, "x").turns.partition("/x}")[0]
     found: Any = cluster.client.keys(start.replace("*", "?") + "/*:turns")
     return {name.decode().partition("/")[2].partition("}")[0] for name in found}

@@ -62,7 +62,6 @@ async def slow(client) -> SlowClient:
 
 @pytest.fixture
 async def view(cluster, client, slow) -> RunView:
-    """A view of a new run whose reads are slow."""
     run = cluster.create_run()
     frontier = await read_frontier_async(client, run)
     return RunView(slow, run, frontier=frontier, on_stepped=lambda _: None)
@@ -243,7 +242,6 @@ async def test_trajectory_too_long_for_any_pass_is_refused_by_the_run(cluster):
 
 
 def _lettered(group_id: str, *responses: str):
-    """A group of one-turn trajectories with the prompt "ab"."""
     members = [
         trajectory(turn("ab", response), sample=sample, reward=float(sample))
         for sample, response in enumerate(responses)

@@ -38,7 +38,6 @@ def run(server: Any, start_batcher: Callable[[], Any]) -> Iterator[turnstream.Ru
 
 
 def taken(mini_batches: Any) -> list[tuple[int, int]]:
-    """Return epoch and index of every mini-batch, in order."""
     return [(each.epoch, each.info.mini_batch) for each in mini_batches]
 
 

@@ -114,7 +114,6 @@ async def test_closing_cancels_values_that_are_made(slow: Maker) -> None:
 
 @pytest.fixture
 async def assembler() -> AsyncIterator[Assembler]:
-    """Return an assembler without a store."""
     assembler = Assembler("redis://127.0.0.1:1/0", max_cache_bytes=1 << 20)
     yield assembler
     await assembler.close()

@@ -82,7 +82,6 @@ reals = st.sampled_from([0.0, 1.0, -1.0, 1e30, 1e308, float("inf"), float("-inf"
 
 @st.composite
 def turns(draw: st.DrawFn, index: int) -> wire.TurnShape:
-    """A turn with any lengths."""
     response = draw(numbers)
     trained = draw(st.sampled_from([0, response, draw(numbers)]))
     runs = [wire.VersionRun(version=draw(large), count=trained)] if draw(st.booleans()) else []

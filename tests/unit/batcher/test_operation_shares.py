@@ -43,7 +43,6 @@ Share = tuple[MiniBatch, OperationLoss]
 def shares_of(
     operations: Sequence[Operation], *, dp_world_size: int, skipped: Sequence[int] = ()
 ) -> list[list[Share]]:
-    """Return the decoded shares of every rank, by pass."""
     bodies = make_bodies(operations, first=FIRST)
     taken = {number: body for number, body in bodies.items() if number not in skipped}
     cut = cut_operations(MODEL, taken, first=FIRST, dp_world_size=dp_world_size)

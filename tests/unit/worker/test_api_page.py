@@ -75,7 +75,6 @@ def test_api_page_lists_the_tensors_of_every_layout(heading: str) -> None:
 
 
 def functions(module: ModuleType) -> dict[str, inspect.Signature]:
-    """Return the public functions that a module defines."""
     found = inspect.getmembers(module, inspect.isfunction)
     return {
         name: inspect.signature(each)
@@ -85,7 +84,6 @@ def functions(module: ModuleType) -> dict[str, inspect.Signature]:
 
 
 def parameters_of(signature: inspect.Signature) -> list[tuple[str, object]]:
-    """Return the parameters with their defaults, in their order."""
     return [(each.name, each.default) for each in signature.parameters.values()]
 
 

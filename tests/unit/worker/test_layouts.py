@@ -241,7 +241,6 @@ def test_pulled_mini_batch_converts_to_every_layout() -> None:
 
 
 def every_layout(mini_batch: MiniBatch, *, device: str | None = None) -> list[Any]:
-    """Return the tensors of all rows in every layout."""
     return [
         to_torch(mini_batch, device=device),
         right_padded_to_torch(mini_batch, device=device),

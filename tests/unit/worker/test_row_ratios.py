@@ -95,14 +95,7 @@ def _mini_batch(texts: list[str], *, num_inert: int) -> MiniBatch:
 def _weighted_sum(
     function: Callable[..., Tensor], part: Any, values: Tensor, trained_BR: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return what the function gives each trained token, and the gradient of its first argument.
-
-    Args:
-        function: takes the columns by the names of `AGAINST_BEHAVIOUR` or `AGAINST_OLD`.
-        part: the rows, in any layout.
-        values: float64 (columns, B, R), in the padded layout.
-        trained_BR: the loss mask of the padded layout.
-    """
+    """Return what the function gives each trained token, and the gradient of its first argument."""
     placed = torch.full((len(values), *part.trained_tokens.shape), float("nan")).double()
     placed[:, part.trained_tokens] = values[:, trained_BR]
     first = placed[0].clone().requires_grad_()

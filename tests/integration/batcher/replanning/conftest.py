@@ -47,8 +47,6 @@ def planned(cluster):
 
 @pytest.fixture
 def replan(cluster):
-    """Asks for it, and waits for the answer."""
-
     def ask(run: str) -> str:
         return await_replan(cluster.client, run, request_replan(cluster.client, run), wait_s=30)
 
@@ -57,7 +55,6 @@ def replan(cluster):
 
 @pytest.fixture
 def store(cluster) -> StoreReader:
-    """Reads what the store has of a run."""
     return StoreReader(cluster)
 
 
