@@ -27,13 +27,12 @@ from typing import Any
 import redis
 from rich.console import Console
 
-from harness.faults import FAULTS, Fault
+from harness.faults import FAULTS, Fault, InVainError, Stack
 from harness.history import Violations
 from harness.losses import refusals_have_a_cause
 from harness.machine import Machine
 from harness.proxy import Proxy
 from harness.rig import Rig, config
-from harness.running import InVainError, Stack
 from harness.stored import archive_is_what_was_trained
 from turnstream.store.run.runs import close_run
 from turnstream_server.embedded import Durability, EmbeddedServer

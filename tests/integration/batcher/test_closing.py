@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from testkit import group, wait_until_async
-from turnstream.errors import EndOfRunError, NotReadyError
+from turnstream.errors import EndOfRunError
 from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.run.credits import credit
@@ -195,19 +195,6 @@ async def test_batcher_started_after_the_end_serves_a_call_for_the_run(cluster):
     after = await second.get(1)
 
     assert after[0].header == before[0].header
-
-
-def publish_in_time(cluster, run, group_id, admission_timeout_s):
-    with Publisher(cluster.url, run, admission_timeout_s=admission_timeout_s) as publisher:
-        publisher.publish(group(group_id)).result(10)
-
-
-async def test_new_group_waits_for_its_deadline_and_reports_the_pause(cluster, client):
-    run = cluster.create_run(batch_groups=1)
-    pause_run(client, run, "the judge is down")
-
-    with pytest.raises(NotReadyError, match="the run is paused: the judge is down"):
-        await asyncio.to_thread(publish_in_time, cluster, run, "g0", 0.3)
 
 
 async def test_trainer_gets_planned_batches_and_then_the_pause(cluster, client):

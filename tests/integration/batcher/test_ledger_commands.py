@@ -201,22 +201,6 @@ async def test_json_has_every_reason_and_the_table_counts_the_rest(cluster):
     assert "and 2 others, of 2 trajectories" in screen.getvalue()
 
 
-@pytest.mark.parametrize("is_compacted", [False, True])
-async def test_history_of_an_abandoned_trajectory_has_the_reason(cluster, is_compacted: bool):
-    run = cluster.create_run(batch_groups=1)
-    await abandon(cluster, run, "no answer to 8f3a1b2c77d0e1f2 in 30 s")
-    if is_compacted:
-        await cluster.start_batcher(upkeep=replace(SMALL, compact_ended=1))
-        ended = keys.run_keys(run).untrained
-        await wait_until_async(
-            lambda: cluster.client.hlen(ended) == 1, describe="the compact record"
-        )
-
-    seen = await history(cluster, run, "a/0/0")
-
-    assert (seen["state"], seen["reason"]) == ("abandoned", "no answer to 8f3a1b2c77d0e1f2 in 30 s")
-
-
 @pytest.mark.parametrize("dp_rank", [0, 1])
 async def test_the_bytes_of_a_batch_are_those_that_its_rank_gets(cluster, tmp_path: Path, dp_rank):
     run, trainer = await cluster.started(

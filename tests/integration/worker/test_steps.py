@@ -78,21 +78,6 @@ def test_loop_trains_each_step_once_and_ends_with_the_run(run: Any, server: Any)
     assert (frontier(run, server).stepped, frontier(run, server).committed) == (3, 3)
 
 
-def test_loop_resumes_after_the_state_of_its_checkpoint(run: Any) -> None:
-    publish(run, 2)
-    with run.batches() as batches:
-        step = next(batches)
-        trained(step)
-        state = step.done()
-        step.commit()
-        lost = [each.content_hash for each in next(batches)]  # not in the checkpoint
-
-    with run.batches(state) as batches:
-        step = next(batches)
-        assert [each.content_hash for each in step] == lost
-        assert step.number == 2
-
-
 def test_step_counts_once_all_ranks_are_done(run: Any, server: Any) -> None:
     publish(run, 1)
     ranks = [run.batches(dp_rank=rank, dp_world_size=3, session="s") for rank in range(3)]

@@ -99,15 +99,6 @@ def test_cuda_tensors_equal_those_on_the_cpu() -> None:
         assert torch.equal(tensor.cpu(), named_tensors(on_cpu)[name])
 
 
-def test_micro_batch_is_trimmed_to_its_longest_row_and_response() -> None:
-    parts = list(to_torch(build(micro_batches=((0, 3), (1,), (2,)))).micro_batches())
-
-    assert [spelled(part) for part in parts] == [["abCd", "..ab"], ["aBcDeF"], ["abcdE"]]
-    assert [part.response_width for part in parts] == [2, 5, 1]
-    assert [part.row_id_B.tolist() for part in parts] == [[0, -4], [1], [2]]
-    assert parts[0].row_lengths == (4, 2)
-
-
 def test_adjacent_rows_are_views_and_others_are_copies() -> None:
     part = to_torch(build(micro_batches=((0, 1), (2, 0))))
 
