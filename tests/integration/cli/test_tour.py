@@ -56,16 +56,6 @@ def lines_of(table: str) -> dict[str, str]:
     return {first.strip(): " ".join(" ".join(rest).split()) for first, *rest in rows}
 
 
-def test_show_has_the_progress_the_observers_and_the_rollbacks(typed: Any) -> None:
-    shown = typed("run", "show", RUN)
-
-    assert re.search(r"steps +3 planned, 3 stepped, 3 committed", shown)
-    assert re.search(r"lineage +main-1 ", shown)
-    assert "main-1 continues from step 2; the steps up to 3 are trained again" in shown
-    assert re.search(r"the critic +1 +\d+ s +(9 min \d+ s|10 min 0 s)", shown)
-    assert re.search(r"\* max_staleness +3", shown)
-
-
 def test_observer_is_removed_by_name(typed: Any, place: Any) -> None:
     with ObserverStream(place.target, RUN, "spare", first_step=1) as spare:
         next(spare)
@@ -83,12 +73,17 @@ def test_show_fits_one_screen_and_all_prints_every_setting(typed: Any) -> None:
     everything = typed("run", "show", RUN, "--all")
     as_json = json.loads(typed("run", "show", RUN, "--json"))
 
+    assert re.search(r"steps +3 planned, 3 stepped, 3 committed", shown)
+    assert re.search(r"lineage +main-1 ", shown)
+    assert "main-1 continues from step 2; the steps up to 3 are trained again" in shown
+    assert re.search(r"the critic +1 +\d+ s +(9 min \d+ s|10 min 0 s)", shown)
     assert len(shown.splitlines()) <= 24
     assert "merge_ratio" not in shown
     assert "estimator" not in shown
     for field in dataclasses.fields(BatchingConfig):
         assert re.search(rf"[* ] {field.name} ", everything), field.name
-    assert re.search(r"\* max_staleness +3", everything)
+    for text in (shown, everything):
+        assert re.search(r"\* max_staleness +3", text)
     assert re.search(r"  estimator +grpo", everything)
     assert as_json["steps"] == {"planned": 3, "stepped": 3, "committed": 3}
     assert as_json["settings"]["max_staleness"] == 3
@@ -181,20 +176,16 @@ def test_batch_tells_what_a_step_is_made_of(typed: Any) -> None:
         typed("batch", RUN, "9")
 
 
-def test_batch_writes_the_bytes_of_a_step(typed: Any, tmp_path: Path) -> None:
+def test_batch_and_archive_write_the_bytes_of_steps(typed: Any, tmp_path: Path) -> None:
     path = tmp_path / "step.arrow"
 
     shown = typed("batch", RUN, "2", "--out", str(path))
+    archived = typed("archive", RUN, "--to", str(tmp_path))
 
     table = pa.ipc.open_stream(path.read_bytes()).read_all()
     assert shown == f"{path}\n"
     assert table["trajectory_id"].to_pylist() == ["g2/0/0", "g2/1/0"]
-
-
-def test_archive_writes_every_committed_step(typed: Any, tmp_path: Path) -> None:
-    shown = typed("archive", RUN, "--to", str(tmp_path))
-
     paths = [tmp_path / RUN / f"step-{step:08}.parquet" for step in (1, 2, 3)]
-    assert shown.splitlines() == [str(path) for path in paths]
+    assert archived.splitlines() == [str(path) for path in paths]
     groups = [pq.read_table(path)["group_id"].to_pylist() for path in paths]
     assert groups == [["g1"] * 2, ["g2"] * 2, ["g3"] * 2]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -76,29 +77,6 @@ def test_config_prints_the_settings_with_the_password_masked(
     assert "TURNSTREAM_LEASE_S=7.5\n" in result.output
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "words", "message"),
-    [
-        ("LEASE_S", "-1", ["config"], "TURNSTREAM_LEASE_S: "),
-        (
-            *("REDIS_URL", "me:hush@store:6379", ["run", "list"]),
-            "TURNSTREAM_REDIS_URL: 'store:6379' is not the address of a store: write redis://store",
-        ),
-        ("REDIS_URL", "redis://127.0.0.1:1/0", ["run", "list"], "the store at 127.0.0.1:1 "),
-    ],
-)
-def test_wrong_variable_ends_in_one_line_that_names_it(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: list[str], message: str
-) -> None:
-    monkeypatch.setenv(f"TURNSTREAM_{variable}", value)
-
-    done = turnstream(*words)
-
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error: {message}")
-    assert len(done.stderr.splitlines()) == 1
-
-
 ADDRESSES = {
     "localhost:27211": "write redis://localhost:27211",
     "27211": "write redis://HOST:PORT, or http://HOST:PORT for a gateway",
@@ -107,27 +85,41 @@ ADDRESSES = {
 }
 
 
-@pytest.mark.parametrize("command", ["run list", "serve batcher"])
-@pytest.mark.parametrize("address", ADDRESSES)
-def test_wrong_store_address_is_one_line_with_the_expected_form(command: str, address: str) -> None:
-    done = turnstream(*command.split(), "--redis", address)
+@pytest.mark.parametrize(
+    ("words", "variables", "message"),
+    [
+        ("config", {"LEASE_S": "-1"}, "^error: TURNSTREAM_LEASE_S: "),
+        (
+            "run list",
+            {"REDIS_URL": "me:hush@store:6379"},
+            "^error: TURNSTREAM_REDIS_URL: 'store:6379' is not the address of a store: write redis:",
+        ),
+        ("run list", {"REDIS_URL": "redis://127.0.0.1:1/0"}, "^error: the store at 127.0.0.1:1 "),
+        ("replay none.jsonl --tokenizer .", {}, "none.jsonl"),
+        *(
+            (f"{command} --redis {address}", {}, f"^error: --redis: .*{re.escape(form)}$")
+            for command in ("run list", "serve batcher")
+            for address, form in ADDRESSES.items()
+        ),
+    ],
+)
+def test_wrong_input_ends_in_one_line_that_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    words: str,
+    variables: dict[str, str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"TURNSTREAM_{name}", value)
+
+    done = turnstream(*words.split())
 
     assert done.returncode == 1
-    assert done.stderr.startswith("error: --redis: ")
-    assert done.stderr.endswith(ADDRESSES[address] + "\n")
+    assert re.search(message, done.stderr)
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_a_replay_of_a_missing_file_is_one_clear_line(tmp_path: Path) -> None:
-    done = turnstream(
-        *("replay", str(tmp_path / "none.jsonl"), "--tokenizer", str(tmp_path)),
-        *("--data-dir", str(tmp_path / "job")),
-    )
-
-    assert done.returncode == 1
-    assert "none.jsonl" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "job").exists()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_service_ends_when_its_standard_input_does() -> None:

@@ -8,7 +8,9 @@ from rich.console import Console
 
 from testkit.summaries import make_summary
 from turnstream.errors import InvalidConfigError
+from turnstream_server.launch.demo import judge
 from turnstream_server.launch.job import job_folder, progress_display, progress_text
+from turnstream_server.launch.replay import IncompleteReplayError, check_complete
 
 
 def test_progress_shows_time_step_reward_and_ledger() -> None:
@@ -20,27 +22,22 @@ def test_progress_shows_time_step_reward_and_ledger() -> None:
     assert text == f"{numbers}  ledger: open 3, committed 1"
 
 
-def test_terminal_shows_the_newest_progress() -> None:
-    out = io.StringIO()
-
-    with progress_display(Console(file=out, force_terminal=True, width=100)) as show:
-        show("step 7")
-
-    assert "step 7" in out.getvalue()
-
-
-@pytest.mark.parametrize(("every_s", "num_lines"), [(0.0, 2), (10.0, 0)])
-def test_log_file_gets_a_line_at_intervals(
-    monkeypatch: pytest.MonkeyPatch, every_s: float, num_lines: int
+@pytest.mark.parametrize(
+    ("every_s", "is_terminal", "is_shown"),
+    [(10.0, True, True), (0.0, False, True), (10.0, False, False)],
+)
+def test_progress_is_shown_on_a_terminal_and_in_a_log_at_intervals(
+    monkeypatch: pytest.MonkeyPatch, every_s: float, is_terminal: bool, is_shown: bool
 ) -> None:
     out = io.StringIO()
     monkeypatch.setattr("turnstream_server.launch.job._LINE_EVERY_S", every_s)
 
-    with progress_display(Console(file=out, width=60)) as show:
+    with progress_display(Console(file=out, force_terminal=is_terminal, width=100)) as show:
         for _ in range(2):
             show("step 7")
 
-    assert len(out.getvalue().splitlines()) == num_lines
+    assert ("step 7" in out.getvalue()) == is_shown
+    assert is_terminal or len(out.getvalue().splitlines()) == 2 * is_shown
 
 
 def test_files_of_a_job_stay_until_it_starts_again(tmp_path: Path) -> None:
@@ -48,6 +45,11 @@ def test_files_of_a_job_stay_until_it_starts_again(tmp_path: Path) -> None:
         (folder / "logs").mkdir()
         (folder / "logs/old.log").write_text("old")
         (folder / "old.json").write_text("old")
+        with (
+            pytest.raises(InvalidConfigError, match="another demo is at work in"),
+            job_folder(folder, job="demo"),
+        ):
+            pass
     assert (folder / "logs/old.log").exists()
 
     with job_folder(tmp_path / "a/b", job="demo"):
@@ -72,14 +74,41 @@ def test_job_never_removes_files_of_others(tmp_path: Path) -> None:
     assert (tmp_path / "a/precious.txt").read_text() == "mine"
 
 
-def test_job_never_disturbs_another_one_at_work(tmp_path: Path) -> None:
-    with job_folder(tmp_path / "a", job="demo") as folder:
-        (folder / "store").mkdir()
+@pytest.mark.parametrize(
+    ("first", "last", "has_learned"),
+    [
+        (0.2, 0.60, True),
+        (0.2, 0.59, False),  # doubled, but not 0.6 of the best
+        (0.4, 0.80, True),
+        (0.4, 0.79, False),  # 0.6 of the best, but not doubled
+        (0.0, 0.60, True),
+        (0.7, 1.00, True),  # no policy can double it
+    ],
+)
+def test_goal_is_double_the_reward_and_a_share_of_the_best(
+    first: float, last: float, has_learned: bool
+) -> None:
+    assert judge(make_summary(first, *[0.5] * 8, last), least=0.6)[0] is has_learned
 
-        with (
-            pytest.raises(InvalidConfigError, match="another demo is at work in"),
-            job_folder(folder, job="demo"),
-        ):
-            pass
 
-        assert (folder / "store").is_dir()
+def test_verdict_names_the_rewards_and_the_goal() -> None:
+    _, words = judge(make_summary(0.2, *[0.5] * 9), least=0.6)
+
+    assert "0.500 in the last tenth, 0.200 in the first" in words
+    assert "wanted: 0.600" in words
+    assert judge(make_summary(), least=0.6) == (False, "no game was finished")
+
+
+def test_replay_is_complete_when_every_trajectory_has_ended() -> None:
+    check_complete(
+        make_summary(ledger={"committed": 6, "incomplete": 1, "abandoned": 1}), num_trajectories=8
+    )
+
+    with pytest.raises(IncompleteReplayError, match="the file has 8 trajectories, the ledger 7"):
+        check_complete(make_summary(ledger={"committed": 7}), num_trajectories=8)
+
+
+@pytest.mark.parametrize("state", ["open", "sealed", "awaiting_reward", "planned", "stepped"])
+def test_trajectory_that_has_not_ended_is_an_error(state: str) -> None:
+    with pytest.raises(IncompleteReplayError, match=rf"trajectories that are {state} \(2\)"):
+        check_complete(make_summary(ledger={"committed": 6, state: 2}), num_trajectories=8)
