@@ -173,7 +173,7 @@ def start_trainer(
         config: an empty `batcher_target` stands for the batchers that are registered in the store.
         new_run: settings of the run, which is created if it does not exist; None waits for it.
     """
-    from turnstream_server.trainer.reporting.sinks.sinks import require_packages
+    from turnstream_server.trainer.reporting.sinks import require_packages
 
     require_packages(config)
     from turnstream_server.trainer.service import run_trainer

@@ -14,7 +14,7 @@ from turnstream.store.run.runs import newest_version
 from turnstream_server.console.store_client import store_client
 from turnstream_server.ledger.queries.batch_facts import reward_curve
 from turnstream_server.settings import mask_password
-from turnstream_server.trainer.reporting.sinks.json_lines import FILE_NAME, read_steps
+from turnstream_server.trainer.reporting.sinks import FILE_NAME, read_steps
 
 _ARGUMENT: Final = "FOLDER_OR_RUN"
 

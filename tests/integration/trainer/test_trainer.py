@@ -33,7 +33,7 @@ from turnstream_server.trainer import publishing
 from turnstream_server.trainer.checkpoint import Checkpoint, Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
-from turnstream_server.trainer.reporting.sinks.json_lines import read_steps
+from turnstream_server.trainer.reporting.sinks import read_steps
 from turnstream_server.trainer.service import train
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]

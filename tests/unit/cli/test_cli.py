@@ -92,7 +92,7 @@ ADDRESSES = {
         (
             "run list",
             {"REDIS_URL": "me:hush@store:6379"},
-            "^error: TURNSTREAM_REDIS_URL: 'store:6379' is not the address of a store: write redis:",
+            "TURNSTREAM_REDIS_URL: 'store:6379' is not the address of a store: write redis:",
         ),
         ("run list", {"REDIS_URL": "redis://127.0.0.1:1/0"}, "^error: the store at 127.0.0.1:1 "),
         ("replay none.jsonl --tokenizer .", {}, "none.jsonl"),

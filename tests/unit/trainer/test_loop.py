@@ -21,7 +21,7 @@ from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.loop import Trainer
 from turnstream_server.trainer.objectives.objective import Objective
 from turnstream_server.trainer.reporting.declarations import METRICS, undeclared
-from turnstream_server.trainer.reporting.sinks.json_lines import read_steps
+from turnstream_server.trainer.reporting.sinks import read_steps
 
 
 class StreamInMemory:

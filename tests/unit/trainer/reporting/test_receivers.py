@@ -21,9 +21,7 @@ from turnstream.errors import InvalidConfigError
 from turnstream_server.listener import serve_metrics
 from turnstream_server.telemetry.readiness import Readiness
 from turnstream_server.trainer.reporting.declarations import METRICS
-from turnstream_server.trainer.reporting.sinks.prometheus import Prometheus
-from turnstream_server.trainer.reporting.sinks.tensorboard import TensorBoard
-from turnstream_server.trainer.reporting.sinks.wandb import Wandb
+from turnstream_server.trainer.reporting.sinks import Prometheus, TensorBoard, Wandb
 
 COMPLETE = {metric.name: 1.0 for metric in METRICS if metric.kind}
 

@@ -13,9 +13,13 @@ import pytest
 
 from turnstream_server.telemetry.instruments import REGISTRY
 from turnstream_server.trainer.config import TrainerConfig
-from turnstream_server.trainer.reporting.sinks.json_lines import JsonLines, read_steps
-from turnstream_server.trainer.reporting.sinks.prometheus import Prometheus
-from turnstream_server.trainer.reporting.sinks.sinks import Sinks, open_sinks
+from turnstream_server.trainer.reporting.sinks import (
+    JsonLines,
+    Prometheus,
+    Sinks,
+    open_sinks,
+    read_steps,
+)
 
 
 class FullDisk:

@@ -1,1 +1,0 @@
-"""Receivers of the metrics of a training."""
