@@ -168,12 +168,6 @@ def read_groups(path: Path) -> list[RecordedGroup]:
     ]
 
 
-def read_recordings(path: Path) -> Iterator[Recording]:
-    """Yield every trajectory of a file, in its order; errors as of `read_groups`."""
-    for _, recording in _numbered_recordings(path):
-        yield recording
-
-
 def _numbered_recordings(path: Path) -> Iterator[tuple[str, Recording]]:
     for number, line in enumerate(_lines(path), 1):
         if line.isspace():

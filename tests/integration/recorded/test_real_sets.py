@@ -26,7 +26,7 @@ from turnstream.batching.planning.report import merge_breaks, merge_counts
 from turnstream.batching.rows.assemble import assemble_rows
 from turnstream.types import Rows, StoredTurn, TrajectoryKey, Turn
 from turnstream_server.generators.chat import ChatTokenizer
-from turnstream_server.generators.recordings import read_groups, read_recordings
+from turnstream_server.generators.recordings import read_groups
 
 pytestmark = [pytest.mark.slow]
 
@@ -203,6 +203,7 @@ def test_rewritten_tool_calls_break_as_many_merges_as_published(
 def encode(data_folder: Path, folder: Path, *lines: Mapping[str, Any]) -> list[list[Turn]]:
     """The turns of these lines, by our own path from a file on."""
     path = folder / "lines.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    named = [{**line, "prompt_uid": str(number)} for number, line in enumerate(lines)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in named))
     chat = ChatTokenizer.load(data_folder / "tokenizer")
-    return [chat.encode_turns(recording) for recording in read_recordings(path)]
+    return [chat.encode_turns(each) for group in read_groups(path) for each in group.recordings]

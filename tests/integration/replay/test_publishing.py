@@ -81,37 +81,35 @@ def sealed(client: redis.Redis, run: str) -> dict[TrajectoryKey, SealedTrajector
     return {event.key: event for event in events if isinstance(event, SealedTrajectory)}
 
 
-def test_every_recording_is_sealed_with_its_reward_and_labels(
-    client: redis.Redis, replay: Callable[..., ReplayConfig]
-) -> None:
-    config = replay(line("maze/1", 0), line("maze/1", 1, finish="max_steps"), line("maze/2", 0))
-
-    seen = sealed(client, config.run)
-    assert seen.keys() == {
-        TrajectoryKey("maze/1", 0),
-        TrajectoryKey("maze/1", 1),
-        TrajectoryKey("maze/2", 0),
-    }
-    second = seen[TrajectoryKey("maze/1", 1)]
-    assert (second.reward, second.status) == (1.0, Status.TRUNCATED)
-    assert second.tags == {"policy": "tiny", "finish": "max_steps"}
-    assert len(second.turns) == 2
-    assert not second.has_logprobs
-
-
-def test_stored_turns_read_back_as_what_the_model_saw(
+def test_recordings_are_sealed_with_the_turns_that_the_model_saw(
     client: redis.Redis, replay: Callable[..., ReplayConfig], tokenizer_folder: Path
 ) -> None:
-    config = replay(line("maze/1", 0))
+    config = replay(line("maze/1", 0), line("maze/1", 1, finish="max_steps"), line("maze/2", 0))
+    history = RunHistory(client, config.run)
 
-    [recording] = read_groups(config.recordings)[0].recordings
+    summary = history.summary()
+
+    seen = sealed(client, config.run)
+    second = seen[TrajectoryKey("maze/1", 1)]
+    assert seen.keys() == {TrajectoryKey("maze/1", 0), second.key, TrajectoryKey("maze/2", 0)}
+    assert (second.reward, second.status) == (1.0, Status.TRUNCATED)
+    assert second.tags == {"policy": "tiny", "finish": "max_steps"}
+    assert not second.has_logprobs
+    recording = read_groups(config.recordings)[0].recordings[1]
     expected = ChatTokenizer.load(tokenizer_folder).encode_turns(recording)
-    name = keys.trajectory_id(TrajectoryKey("maze/1", 0))
-    entries: Any = client.xrange(keys.trajectory_keys(config.run, name).turns)
+    names = keys.trajectory_keys(config.run, keys.trajectory_id(second.key))
+    entries: Any = client.xrange(names.turns)
     stored = [decode_turn(fields[b"r"]) for _, fields in entries[:-1]]
+    assert len(second.turns) == 2
     for turn, read, prompt in zip(expected, stored, turn_prompts(stored), strict=True):
         assert np.array_equal(prompt, turn.prompt_ids)
         assert np.array_equal(read.response_ids, turn.response_ids)
+    assert (summary.groups, summary.trajectories, summary.turns) == (2, 3, 6)
+    assert (summary.batches, summary.steps, summary.sequences) == (0, 0, 0)
+    assert summary.ledger == {"sealed": 3}
+    assert summary.wire_bytes == sum(seal.num_payload_bytes for seal in seen.values())
+    assert summary.resend_bytes > summary.wire_bytes
+    assert history.summary() == summary
 
 
 def test_a_recording_without_a_turn_is_abandoned_with_the_reason(
@@ -134,20 +132,3 @@ def test_log_probabilities_are_sent_where_a_policy_is_given(
     config = replay(line("maze/1", 0), policy=write_policy(tmp_path, policy))
 
     assert sealed(client, config.run)[TrajectoryKey("maze/1", 0)].has_logprobs
-
-
-def test_the_history_of_a_run_adds_up(
-    client: redis.Redis, replay: Callable[..., ReplayConfig]
-) -> None:
-    config = replay(line("maze/1", 0), line("maze/1", 1), line("maze/2", 0))
-    history = RunHistory(client, config.run)
-
-    summary = history.summary()
-
-    seals = sealed(client, config.run).values()
-    assert (summary.groups, summary.trajectories, summary.turns) == (2, 3, 6)
-    assert (summary.batches, summary.steps, summary.sequences) == (0, 0, 0)
-    assert summary.ledger == {"sealed": 3}
-    assert summary.wire_bytes == sum(seal.num_payload_bytes for seal in seals)
-    assert summary.resend_bytes > summary.wire_bytes
-    assert history.summary() == summary

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from turnstream.errors import InvalidConfigError
 from turnstream_server.generators.chat import ChatTokenizer
-from turnstream_server.generators.recordings import Message, Recording, read_recordings
+from turnstream_server.generators.recordings import Message, Recording, read_groups
 
 
 def recording(*texts: str, turns: tuple[int, ...]) -> Recording:
@@ -56,18 +56,15 @@ def test_reply_joined_with_its_header_does_not_continue_in_the_next_prompt(
     assert second.prompt_ids[: len(seen)].tolist() != seen.tolist()
 
 
-def test_a_recording_without_turns_has_none(tokenizer_folder: Path) -> None:
-    chat = ChatTokenizer.load(tokenizer_folder)
-
-    assert chat.encode_turns(recording("hi", turns=())) == []
-
-
-def test_knows_the_size_of_the_vocabulary_and_the_padding_token(tokenizer_folder: Path) -> None:
+def test_tokenizer_has_the_size_of_its_vocabulary_and_a_padding_token(
+    tokenizer_folder: Path,
+) -> None:
     chat = ChatTokenizer.load(tokenizer_folder)
 
     tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     assert chat.vocab_size == tokenizer.get_vocab_size(with_added_tokens=True)
     assert chat.pad_token_id == tokenizer.token_to_id("<|pad|>")
+    assert chat.encode_turns(recording("hi", turns=())) == []
 
 
 def test_tokenizer_without_chat_tokens_is_refused(tmp_path: Path, tokenizer_folder: Path) -> None:
@@ -87,7 +84,7 @@ def test_the_template_of_the_folder_writes_the_same_text(
     template = transformers.AutoTokenizer.from_pretrained(data_folder / "tokenizer")
     chat = ChatTokenizer.load(data_folder / "tokenizer")
     [line, *_] = stats.load(str(path))
-    [recorded, *_] = read_recordings(path)
+    recorded = read_groups(path)[0].recordings[0]
 
     turns = chat.encode_turns(recorded)
 

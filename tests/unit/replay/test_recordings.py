@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from turnstream.errors import RecordError
+from turnstream.errors import InvalidConfigError, RecordError
 from turnstream.types import Status
-from turnstream_server.generators.recordings import Message, read_groups, read_recordings
+from turnstream_server.generators.config import ReplayConfig
+from turnstream_server.generators.recordings import Message, RecordedGroup, Recording, read_groups
+from turnstream_server.generators.replay import groups_of_shard
 
 
 def multi_turn(**changes: Any) -> dict[str, Any]:
@@ -50,47 +52,31 @@ def write_lines(path: Path, *lines: object) -> Path:
     return path
 
 
-def test_reads_a_multi_turn_line(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", multi_turn())
-
-    [recording] = read_recordings(path)
-
-    assert (recording.prompt_uid, recording.sample, recording.reward) == ("maze/1", 0, 1.0)
-    assert recording.messages[1] == Message(role="assistant", content="left")
-    assert recording.turns == [1, 3]
-    assert (recording.policy, recording.source) == ("tiny", "maze")
+def recordings_of(path: Path) -> list[Recording]:
+    return [each for group in read_groups(path) for each in group.recordings]
 
 
-def test_reads_every_sample_of_a_line_as_a_trajectory_of_one_turn(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", samples())
-
-    first, second = read_recordings(path)
-
-    assert [(each.role, each.text) for each in first.messages] == [
-        ("user", "1+1?"),
-        ("assistant", "2"),
-    ]
-    assert (first.turns, first.sample, first.reward, first.policy) == ([1], 0, 1.0, "a")
-    assert (second.sample, second.reward, second.policy) == (1, 0.0, "b")
-
-
-def test_reads_plain_and_gzip_files_alike(tmp_path: Path) -> None:
-    plain = write_lines(tmp_path / "a.jsonl", multi_turn(), samples())
+def test_lines_of_both_shapes_are_grouped_by_their_prompt(tmp_path: Path) -> None:
+    plain = write_lines(
+        tmp_path / "a.jsonl", multi_turn(sample=1), samples(), multi_turn(sample=0, reward=0)
+    )
     packed = tmp_path / "a.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
 
-    assert list(read_recordings(packed)) == list(read_recordings(plain))
+    groups = read_groups(plain)
 
-
-def test_groups_lines_of_one_prompt_wherever_they_stand(tmp_path: Path) -> None:
-    path = write_lines(
-        tmp_path / "a.jsonl", multi_turn(sample=1), samples(), multi_turn(sample=0, reward=0)
-    )
-
-    groups = read_groups(path)
-
+    assert read_groups(packed) == groups
     assert [group.prompt_uid for group in groups] == ["maze/1", "sum/1"]
     assert [recording.sample for recording in groups[0].recordings] == [0, 1]
+    long = groups[0].recordings[1]
+    assert (long.prompt_uid, long.sample, long.reward) == ("maze/1", 1, 1.0)
+    assert long.messages[1] == Message(role="assistant", content="left")
+    assert (long.turns, long.policy, long.source) == ([1, 3], "tiny", "maze")
+    first, second = groups[1].recordings
+    texts = [(each.role, each.text) for each in first.messages]
+    assert texts == [("user", "1+1?"), ("assistant", "2")]
+    assert (first.turns, first.sample, first.reward, first.policy) == ([1], 0, 1.0, "a")
+    assert (second.sample, second.reward, second.policy) == (1, 0.0, "b")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +95,7 @@ def test_says_in_our_words_how_an_episode_ended(
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", multi_turn(finish=finish))
 
-    [recording] = read_recordings(path)
+    [recording] = recordings_of(path)
 
     assert recording.status is status
 
@@ -128,7 +114,7 @@ def test_writes_tool_calls_after_the_content_and_keeps_string_arguments_verbatim
     ]
     path = write_lines(tmp_path / "a.jsonl", multi_turn(messages=messages, turns=[1, 2]))
 
-    [recording] = read_recordings(path)
+    [recording] = recordings_of(path)
 
     first = '<tool_call>\n{"name": "buy", "arguments": {"n":  1}}\n</tool_call>'
     second = '<tool_call>\n{"name": "söll", "arguments": {"n": "é"}}\n</tool_call>'
@@ -137,68 +123,50 @@ def test_writes_tool_calls_after_the_content_and_keeps_string_arguments_verbatim
 
 
 @pytest.mark.parametrize(
-    ("line", "field"),
+    ("line", "problem"),
     [
-        (multi_turn(reward=None), "reward"),
-        (multi_turn(reward="1"), "reward"),
-        (multi_turn(reward=float("nan")), "reward"),
-        (multi_turn(sample=-1), "sample"),
-        (multi_turn(sample=True), "sample"),
-        (multi_turn(prompt_uid=7), "prompt_uid"),
-        (multi_turn(turns=[1, 9]), "turns"),
-        (multi_turn(turns=[3, 1]), "turns"),
-        (multi_turn(turns=[1, 1]), "turns"),
-        (multi_turn(turns=[2]), "turns"),
-        (multi_turn(turns="1"), "turns"),
-        (multi_turn(turns=[1.5]), r"turns\[0\]"),
-        (multi_turn(messages=[{"content": "go"}], turns=[]), r"messages\[0\]\.role"),
-        (multi_turn(messages=["go"], turns=[]), r"messages\[0\]"),
+        (multi_turn(reward=None), "field reward: "),
+        (multi_turn(reward="1"), "field reward: "),
+        (multi_turn(reward=float("nan")), "field reward: "),
+        (multi_turn(sample=-1), "field sample: "),
+        (multi_turn(sample=True), "field sample: "),
+        (multi_turn(prompt_uid=7), "field prompt_uid: "),
+        (multi_turn(turns=[1, 9]), "field turns: "),
+        (multi_turn(turns=[3, 1]), "field turns: "),
+        (multi_turn(turns=[1, 1]), "field turns: "),
+        (multi_turn(turns=[2]), "field turns: "),
+        (multi_turn(turns="1"), "field turns: "),
+        (multi_turn(turns=[1.5]), r"field turns\[0\]: "),
+        (multi_turn(messages=[{"content": "go"}], turns=[]), r"field messages\[0\]\.role: "),
+        (multi_turn(messages=["go"], turns=[]), r"field messages\[0\]: "),
         (
             multi_turn(messages=[{"role": "assistant", "tool_calls": [{}]}], turns=[0]),
-            r"messages\[0\]\.tool_calls\[0\]\.function",
+            r"field messages\[0\]\.tool_calls\[0\]\.function: ",
         ),
-        (samples(question=None), "question"),
-        (samples(samples=[{"sample": 0, "reward": 1}]), r"samples\[0\]\.response"),
-        (samples(samples=[{"sample": 0, "response": "2"}]), r"samples\[0\]\.reward"),
+        (samples(question=None), "field question: "),
+        (samples(samples=[{"sample": 0, "reward": 1}]), r"field samples\[0\]\.response: "),
+        (samples(samples=[{"sample": 0, "response": "2"}]), r"field samples\[0\]\.reward: "),
+        ({"prompt_uid": "a", "question": "b"}, "has neither field messages nor field samples"),
+        (multi_turn(), "field sample: prompt 'maze/1' has sample 0 twice"),
+        *((line, "") for line in (b"{not json}", b'{"a": "\xff"}', b"[1]")),
     ],
 )
-def test_names_file_line_and_field_of_a_bad_line(
-    tmp_path: Path, line: dict[str, Any], field: str
+def test_bad_line_is_refused_with_file_line_and_field(
+    tmp_path: Path, line: dict[str, Any] | bytes, problem: str
 ) -> None:
-    path = write_lines(tmp_path / "bad.jsonl", multi_turn(), line)
+    path = write_lines(tmp_path / "bad.jsonl", multi_turn())
+    with path.open("ab") as file:
+        file.write(line if isinstance(line, bytes) else json.dumps(line).encode())
 
-    with pytest.raises(RecordError, match=rf"bad\.jsonl, line 2, field {field}: "):
-        list(read_recordings(path))
-
-
-def test_refuses_a_line_of_neither_shape(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", {"prompt_uid": "a", "question": "b"})
-
-    with pytest.raises(RecordError, match="line 1: has neither field messages nor field samples"):
-        list(read_recordings(path))
+    with pytest.raises(RecordError, match=rf"bad\.jsonl, line 2\b.*{problem}"):
+        read_groups(path)
 
 
-@pytest.mark.parametrize("line", [b"{not json}\n", b'{"a": "\xff"}\n', b"[1]\n"])
-def test_names_the_line_that_is_no_json_object(tmp_path: Path, line: bytes) -> None:
-    path = write_lines(tmp_path / "a.jsonl", multi_turn())
-    path.write_bytes(path.read_bytes() + line)
-
-    with pytest.raises(RecordError, match=r"a\.jsonl, line 2: "):
-        list(read_recordings(path))
-
-
-def test_refuses_a_gzip_file_that_was_cut_short(tmp_path: Path) -> None:
+def test_gzip_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(multi_turn()).encode())[:-12])
 
     with pytest.raises(RecordError, match="damaged gzip file"):
-        list(read_recordings(path))
-
-
-def test_refuses_the_same_sample_twice(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", multi_turn(), samples(), multi_turn())
-
-    with pytest.raises(RecordError, match=r"line 3, field sample: .*'maze/1' has sample 0 twice"):
         read_groups(path)
 
 
@@ -207,9 +175,32 @@ def test_writes_messages_as_the_recorded_sets_describe(
 ) -> None:
     path = data_folder / "tau_bench_trajectories.jsonl.gz"
 
-    ours = list(read_recordings(path))
+    ours = recordings_of(path)
 
     theirs = [
         [(m["role"], stats.body(m)) for m in line["messages"]] for line in stats.load(str(path))
     ]
     assert [[(m.role, m.text) for m in recording.messages] for recording in ours] == theirs
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 7])
+def test_shards_together_publish_every_group_of_the_limit_once(num_shards: int) -> None:
+    groups = [RecordedGroup(prompt_uid=str(number), recordings=()) for number in range(5)]
+
+    for max_groups, expected in ((0, "01234"), (3, "012")):
+        configs = [
+            replay_config(shard=shard, num_shards=num_shards, max_groups=max_groups)
+            for shard in range(num_shards)
+        ]
+        taken = [group.prompt_uid for each in configs for group in groups_of_shard(groups, each)]
+        assert sorted(taken) == [*expected]
+
+
+def test_shard_beyond_the_last_is_refused() -> None:
+    with pytest.raises(InvalidConfigError, match="shard: 2 is not below 2"):
+        replay_config(shard=2, num_shards=2)
+
+
+def replay_config(**changes: Any) -> ReplayConfig:
+    paths: dict[str, Any] = {"recordings": Path("a.jsonl"), "tokenizer": Path("tokenizer")}
+    return ReplayConfig(redis_url="redis://nowhere", run="run", writer="replay", **paths, **changes)
