@@ -50,18 +50,10 @@ def test_why_gives_the_silence_of_the_store_as_the_reason(frozen_url: str) -> No
     (reason,) = json.loads(told.output)["reasons"]
     assert (reason["kind"], reason["facts"]["address"]) == (WaitKind.STORE_AWAY, address)
     assert 0.2 <= reason["facts"]["since_s"] < LONGEST_S
-
-
-@pytest.mark.parametrize(
-    "words", [["ledger", "maze"], ["ledger", "maze", "a/0/0"], ["run", "list"], ["status"]]
-)
-def test_other_reads_end_with_an_error_about_the_store(frozen_url: str, words: list[str]) -> None:
-    began_s = time.monotonic()
-
-    shown = CliRunner().invoke(cli.app, [*words, "--redis", frozen_url])
-
-    assert time.monotonic() - began_s < LONGEST_S
-    assert shown.exit_code == 1
-    assert isinstance(shown.exception, StoreUnavailableError)
-    assert [reason.kind for reason in shown.exception.reasons] == [WaitKind.STORE_AWAY]
-    assert f"the store at {address_of(frozen_url)} was asked" in str(shown.exception)
+    for words in (["ledger", "maze"], ["ledger", "maze", "a/0/0"], ["run", "list"], ["status"]):
+        other = CliRunner().invoke(cli.app, [*words, "--redis", frozen_url])
+        assert other.exit_code == 1
+        assert isinstance(other.exception, StoreUnavailableError)
+        assert [each.kind for each in other.exception.reasons] == [WaitKind.STORE_AWAY]
+        assert f"the store at {address} was asked" in str(other.exception)
+    assert time.monotonic() - began_s < 4 * LONGEST_S

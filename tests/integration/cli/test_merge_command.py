@@ -39,6 +39,7 @@ def letters(token_ids: list[int]) -> str:
 
 def test_the_merge_of_a_batch_shows_its_ratio_and_where_trajectories_break(typed: Any) -> None:
     shown = typed("batch", RUN, "1", "--merge")
+    found = json.loads(typed("batch", RUN, "1", "--merge", "--json"))
 
     assert "9 turns of 4 trajectories merge into 7 rows, 53 tokens into 45: 1.18 to 1" in shown
     rows = [re.split(r" *│ *", line)[1:-1] for line in shown.splitlines() if line[0] == "│"]
@@ -47,11 +48,6 @@ def test_the_merge_of_a_batch_shows_its_ratio_and_where_trajectories_break(typed
         ["g1/2/0", "2", "turn 0", "4", "97 98 99 100 [its end]", "97 98 99 100 [120]"],
         ["g1/3/0", "1", "turn 0", "3", "97 98 99 [100]", "97 98 99 [the end of the prompt]"],
     ]
-
-
-def test_the_merge_of_a_batch_as_json_has_the_tokens_around(typed: Any) -> None:
-    found = json.loads(typed("batch", RUN, "1", "--merge", "--json"))
-
     edited = found["breaks"][0]
     assert (found["merge"], found["num_rows"], found["num_turns"]) == (True, 7, 9)
     assert (edited["trajectory"], edited["turn"], edited["position"]) == ("g1/1/0", 1, 7)
@@ -59,6 +55,8 @@ def test_the_merge_of_a_batch_as_json_has_the_tokens_around(typed: Any) -> None:
     assert edited["around_from"] == 3
     assert letters(edited["expected_around"]) == "defgh"
     assert letters(edited["found_around"]) == "defgxij"
+    with pytest.raises(NotReadyError, match="step 9 is not planned; 1 are"):
+        typed("batch", RUN, "9", "--merge")
 
 
 def test_a_run_that_does_not_merge_says_what_merging_would_do(place: Any) -> None:
@@ -71,8 +69,3 @@ def test_a_run_that_does_not_merge_says_what_merging_would_do(place: Any) -> Non
 
     assert "would merge, but for merge=False, into 2 rows" in shown
     assert "no trajectory breaks" in shown
-
-
-def test_the_merge_of_what_is_not_planned_is_refused(typed: Any) -> None:
-    with pytest.raises(NotReadyError, match="step 9 is not planned; 1 are"):
-        typed("batch", RUN, "9", "--merge")

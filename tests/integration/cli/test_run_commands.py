@@ -72,12 +72,18 @@ def content(client: redis.Redis, run: str) -> dict[str, object]:
 def test_close_ends_a_run_once_and_reopen_opens_it_once(
     client: redis.Redis, run: str, turnstream: Shell
 ) -> None:
+    unknown = turnstream("run", "close", run, "--leftover", "keep")
+    was_open = not read_frontier(client, run).is_closed
     closed = turnstream("run", "close", run, "--leftover", "carry", "--reason", "enough")
     again = turnstream("run", "close", run)
+    other = turnstream("run", "close", run, "--leftover", "drop")
     stored = client.hmget(keys.run_keys(run).frontier, "closed", "leftover")
     reopened, open_before = (turnstream("run", "reopen", run) for _ in range(2))
 
+    assert unknown == Told(1, "", "error: leftover: 'keep' is not one of short, carry, drop\n")
+    assert was_open
     assert closed == Told(0, f"run {run} is closed\n", "")
+    assert other == Told(1, "", "error: the run was closed with leftover=carry, not drop\n")
     assert again == Told(0, f"run {run} was closed before\n", "")
     assert stored == [b"1", b"carry"]
     assert reopened == Told(0, f"run {run} takes groups again\n", "")
@@ -120,19 +126,13 @@ def test_replan_prints_the_withdrawn_steps_as_text_and_json(
         told = turnstream("run", "replan", run)
         pool.submit(answer)
         as_json = turnstream("run", "replan", run, "--json")
+    alone = turnstream("run", "replan", run, "--wait-s", "0")
 
+    assert alone.status == 1
+    assert "no batcher has answered within 0 s; the request is kept" in alone.err
+    assert read_frontier(client, run).replan
     assert told == Told(0, "planned again: steps 3 to 4; damaged trajectories: 1\n", "")
     assert json.loads(as_json.out) == {"run": run, "steps": json.loads(answered)["done"]}
-
-
-def test_replan_without_batcher_fails_and_keeps_the_request(
-    client: redis.Redis, run: str, turnstream: Shell
-) -> None:
-    told = turnstream("run", "replan", run, "--wait-s", "0")
-
-    assert told.status == 1
-    assert "no batcher has answered within 0 s; the request is kept" in told.err
-    assert read_frontier(client, run).replan
 
 
 def test_revise_prints_each_change_and_show_prints_it_as_pending(
@@ -155,19 +155,11 @@ def test_revise_prints_each_change_and_show_prints_it_as_pending(
     assert "estimator=rloo, max_staleness=3" in shown.out
     last = read_revisions(client, run).last
     assert (last.from_step, last.config.max_staleness, last.config.estimator) == (2, 3, "rloo")
-
-
-def test_revise_takes_group_filters_as_json(
-    client: redis.Redis, run: str, turnstream: Shell
-) -> None:
     given = '[{"kind": "mean_range", "metric": "accuracy", "low": 0.25}]'
-
     told = turnstream("run", "revise", run, "--set", f"group_filters={given}", "--from-step", "2")
-    shown = turnstream("run", "show", run)
-
     filters = read_revisions(client, run).last.config.group_filters
     assert filters == (GroupFilter(kind="mean_range", metric="accuracy", low=0.25),)
-    for text in (told.out, shown.out):
+    for text in (told.out, turnstream("run", "show", run).out):
         assert '"kind": "mean_range", "metric": "accuracy"' in text
 
 
@@ -194,20 +186,6 @@ def test_revise_names_the_wrong_setting_and_its_value(
     assert told.err.startswith(f"error: {message}")
     assert len(told.err.splitlines()) == 1
     assert content(client, run) == before
-
-
-def test_close_refuses_an_unknown_or_another_leftover(
-    client: redis.Redis, run: str, turnstream: Shell
-) -> None:
-    unknown = turnstream("run", "close", run, "--leftover", "keep")
-    is_open = not read_frontier(client, run).is_closed
-    turnstream("run", "close", run, "--leftover", "drop")
-    other = turnstream("run", "close", run, "--leftover", "carry")
-
-    assert unknown == Told(1, "", "error: leftover: 'keep' is not one of short, carry, drop\n")
-    assert is_open
-    assert other == Told(1, "", "error: the run was closed with leftover=drop, not carry\n")
-    assert client.hget(keys.run_keys(run).frontier, "leftover") == b"drop"
 
 
 @pytest.mark.parametrize(

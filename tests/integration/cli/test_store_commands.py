@@ -19,6 +19,11 @@ from turnstream.types import EvalResult, Spread, TrajectoryKey
 from turnstream_server import cli
 
 
+def invoke(words: str, *others: str, **options: Any) -> Any:
+    """Return the result of `turnstream <words> <others>`."""
+    return CliRunner().invoke(cli.app, [*words.split(), *others], **options)
+
+
 def test_run_list_shows_every_run_and_never_truncates_a_name(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -29,8 +34,8 @@ def test_run_list_shows_every_run_and_never_truncates_a_name(
             create_run(client, run, config())
         close_run(client, "maze")
 
-    shown = CliRunner().invoke(cli.app, ["run", "list"])
-    as_json = CliRunner().invoke(cli.app, ["run", "list", "--json"])
+    shown = invoke("run list")
+    as_json = invoke("run list --json")
 
     lines = [line.split() for line in shown.output.splitlines()]
     assert [line[:3] for line in lines[1:]] == [
@@ -45,10 +50,10 @@ def test_run_list_shows_every_run_and_never_truncates_a_name(
 def test_created_run_has_its_settings_and_may_be_created_again(url: str) -> None:
     words = ["run", "create", "maze", "--set", "batch_groups=8", "--set", "estimator=rloo"]
 
-    first = CliRunner().invoke(cli.app, words)
-    again = CliRunner().invoke(cli.app, words)
-    shown = CliRunner().invoke(cli.app, ["run", "show", "maze", "--json"])
-    other = CliRunner().invoke(cli.app, ["run", "create", "maze", "--set", "batch_groups=4"])
+    first = invoke("", *words)
+    again = invoke("", *words)
+    shown = invoke("run show maze --json")
+    other = invoke("run create maze --set batch_groups=4")
 
     assert (first.output, again.output) == ("run maze is ready\n", "run maze is ready\n")
     settings = json.loads(shown.output)["settings"]
@@ -68,11 +73,11 @@ def test_created_run_has_its_settings_and_may_be_created_again(url: str) -> None
     ],
 )
 def test_create_names_the_wrong_setting(url: str, words: list[str], message: str) -> None:
-    done = CliRunner().invoke(cli.app, ["run", "create", "maze", *words])
+    done = invoke("run create maze", *words)
 
     assert isinstance(done.exception, InvalidConfigError)
     assert message in str(done.exception)
-    assert "no runs" in CliRunner().invoke(cli.app, ["run", "list"]).output
+    assert "no runs" in invoke("run list").output
 
 
 def test_delete_asks_for_the_name_again_and_runs_shows_what_was_interrupted(url: str) -> None:
@@ -82,10 +87,10 @@ def test_delete_asks_for_the_name_again_and_runs_shows_what_was_interrupted(url:
         client.hset(keys.run_keys("half").deleted, mapping={"since_ms": 1, "fence_ms": 1})
         client.delete(keys.run_keys("half").frontier, keys.run_keys("half").config)
 
-    kept = CliRunner().invoke(cli.app, ["run", "delete", "maze"], input="maza\n")
-    shown = CliRunner().invoke(cli.app, ["run", "list"])
-    deleted = CliRunner().invoke(cli.app, ["run", "delete", "maze"], input="maze\n")
-    finished = CliRunner().invoke(cli.app, ["run", "delete", "half", "--yes"])
+    kept = invoke("run delete maze", input="maza\n")
+    shown = invoke("run list")
+    deleted = invoke("run delete maze", input="maze\n")
+    finished = invoke("run delete half --yes")
 
     assert (kept.exit_code, deleted.exit_code, finished.exit_code) == (1, 0, 0)
     assert "nothing was deleted" in kept.output
@@ -93,22 +98,22 @@ def test_delete_asks_for_the_name_again_and_runs_shows_what_was_interrupted(url:
     assert any("maze" in row and "open" in row for row in rows)
     assert any("half" in row and "deleted" in row for row in rows)
     assert "deleted maze; the name can be used again" in deleted.output
-    assert CliRunner().invoke(cli.app, ["run", "list"]).output.startswith("no runs ")
+    assert invoke("run list").output.startswith("no runs ")
 
 
 def test_commands_of_a_name_show_its_newest_run(url: str) -> None:
     with connect(url) as client:
         create_run(client, "maze", config(batch_groups=6, mini_batch_groups=3))
-    first = CliRunner().invoke(cli.app, ["run", "delete", "maze", "--yes"])
+    first = invoke("run delete maze --yes")
     with connect(url) as client:
         create_run(client, "maze", config(batch_groups=9, mini_batch_groups=3))
 
-    shown = CliRunner().invoke(cli.app, ["run", "show", "maze"])
-    listed = CliRunner().invoke(cli.app, ["run", "list"])
-    closed = CliRunner().invoke(cli.app, ["run", "close", "maze"])
-    counted = CliRunner().invoke(cli.app, ["ledger", "maze", "--json"])
-    second = CliRunner().invoke(cli.app, ["run", "delete", "maze", "--yes"])
-    third = CliRunner().invoke(cli.app, ["run", "delete", "maze", "--yes"])
+    shown = invoke("run show maze")
+    listed = invoke("run list")
+    closed = invoke("run close maze")
+    counted = invoke("ledger maze --json")
+    second = invoke("run delete maze --yes")
+    third = invoke("run delete maze --yes")
 
     assert first.output == "deleted maze; the name can be used again\n"
     assert "maze~2" in shown.output
@@ -118,51 +123,30 @@ def test_commands_of_a_name_show_its_newest_run(url: str) -> None:
     assert counted.exit_code == 0
     assert second.output == "deleted maze~2; the name can be used again\n"
     assert isinstance(third.exception, RunNotFoundError)
-    assert CliRunner().invoke(cli.app, ["run", "list"]).output.startswith("no runs ")
+    assert invoke("run list").output.startswith("no runs ")
 
 
-def reasons_of(run: str) -> list[dict[str, Any]]:
-    shown = CliRunner().invoke(cli.app, ["why", run, "--json"])
-    assert shown.exit_code == 0
-    return json.loads(shown.output)["reasons"]
-
-
-def test_ledger_counts_the_rewards_that_came_too_late(url: str) -> None:
-    with connect(url) as client:
-        create_run(client, "maze", config())
-        before = CliRunner().invoke(cli.app, ["ledger", "maze"])
-        client.hset(keys.run_keys("maze").groups, "g", "2:filtered")
-        post_reward(client, "maze", TrajectoryKey("g", 0), 1.0)
-
-    shown = CliRunner().invoke(cli.app, ["ledger", "maze"])
-    told = CliRunner().invoke(cli.app, ["ledger", "maze", "--json"])
-
-    assert "rewards came" not in before.output
-    assert "1 rewards came after their groups were decided" in shown.output
-    assert json.loads(told.output)["late_rewards"] == 1
-
-
-def test_why_reports_an_idle_and_a_finished_run(url: str) -> None:
-    with connect(url) as client:
-        create_run(client, "maze", config())
-        idle = reasons_of("maze")
-        close_run(client, "maze")
-
-    assert [each["kind"] for each in idle] == ["batcher_away", "too_few_ready"]
-    assert [each["kind"] for each in reasons_of("maze")] == ["run_closed"]
-
-
-def test_evals_prints_a_line_for_each_version(url: str) -> None:
+def test_ledger_why_and_evals_print_what_the_store_has_of_a_run(url: str) -> None:
     result = EvalResult(version=7, num_groups=2, num_trajectories=4, reward=Spread(num=4, mean=0.5))
     with connect(url) as client:
         create_run(client, "maze", config())
+        before = invoke("ledger maze").output
+        idle = json.loads(invoke("why maze --json").output)["reasons"]
+        client.hset(keys.run_keys("maze").groups, "g", "2:filtered")
         client.hset(keys.run_keys("maze").evals, "7", encode_evaluation(result))
+        post_reward(client, "maze", TrajectoryKey("g", 0), 1.0)
+        close_run(client, "maze")
 
-    shown = CliRunner().invoke(cli.app, ["evals", "maze"])
-    as_json = CliRunner().invoke(cli.app, ["evals", "maze", "--json"])
+    finished = json.loads(invoke("why maze --json").output)["reasons"]
 
-    assert re.search(r"7 +│ 2 +│ 4 +│ 0 +│ 0.5 +│ 0 +│", shown.output)
-    assert json.loads(as_json.output)[0]["reward"] == {"num": 4, "mean": 0.5, "std": 0.0}
+    assert "rewards came" not in before
+    assert "1 rewards came after their groups were decided" in invoke("ledger maze").output
+    assert json.loads(invoke("ledger maze --json").output)["late_rewards"] == 1
+    assert [each["kind"] for each in idle] == ["batcher_away", "too_few_ready"]
+    assert [each["kind"] for each in finished] == ["run_closed"]
+    assert re.search(r"7 +│ 2 +│ 4 +│ 0 +│ 0.5 +│ 0 +│", invoke("evals maze").output)
+    (shown,) = json.loads(invoke("evals maze --json").output)
+    assert shown["reward"] == {"num": 4, "mean": 0.5, "std": 0.0}
 
 
 @pytest.mark.parametrize("words", [["up"], ["demo"], ["run", "list"]], ids=" ".join)
@@ -174,7 +158,7 @@ def test_command_refuses_the_address_of_a_gateway(
         monkeypatch.setenv(f"TURNSTREAM_{name}", "0")
     monkeypatch.setenv("TURNSTREAM_REDIS_URL", "http://:tml-secret@127.0.0.1:7601")
 
-    error = CliRunner().invoke(cli.app, words).exception
+    error = invoke("", *words).exception
 
     assert isinstance(error, InvalidConfigError)
     assert str(error) == (

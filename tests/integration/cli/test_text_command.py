@@ -51,7 +51,7 @@ def written(place: Any, tokenizer_folder: Path) -> str:
     return run
 
 
-def test_text_prints_prompts_sampled_and_masked_tokens_by_turn(
+def test_text_has_prompts_sampled_and_masked_tokens_by_turn(
     place: Any, written: str, tokenizer_folder: Path
 ) -> None:
     shown = place.type("text", written, "g/0/0", "--tokenizer", str(tokenizer_folder))
@@ -70,15 +70,8 @@ def test_text_prints_prompts_sampled_and_masked_tokens_by_turn(
         *("[prompt", "[sampled", "[prompt", "[sampled", "[masked"),
     ]
     assert lines[-1] == "reward 0.5"
-
-
-def test_text_as_json_has_every_new_token_once(
-    place: Any, written: str, tokenizer_folder: Path
-) -> None:
-    words = ("text", written, "g/0/0", "--tokenizer", str(tokenizer_folder), "--json")
-
-    content = json.loads(place.type(*words))
-
+    as_json = place.type("text", written, "g/0/0", "--tokenizer", str(tokenizer_folder), "--json")
+    content = json.loads(as_json)
     told = [each["text"] for turn in content["turns"] for each in turn["segments"]]
     assert "".join(told) == "<|im_start|>the user says <hello> [/red] and then? done!"
     assert content["reward"] == 0.5
@@ -101,26 +94,19 @@ def test_text_on_a_terminal_colors_sampled_and_masked_tokens(
     assert "\x1b[33m!" in shown
 
 
-def test_text_without_a_tokenizer_names_the_folder(
-    place: Any, written: str, tmp_path: Path
+def test_text_without_tokenizer_or_stored_turns_is_refused(
+    place: Any, written: str, tokenizer_folder: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(InvalidConfigError, match=r"--tokenizer: .* has no tokenizer\.json"):
         place.type("text", written, "g/0/0", "--tokenizer", str(tmp_path))
-
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(InvalidConfigError, match="is no tokenizer"):
         place.type("text", written, "g/0/0", "--tokenizer", str(tmp_path))
 
-
-def test_text_of_an_abandoned_trajectory_says_that_it_is_not_stored(
-    place: Any, tokenizer_folder: Path
-) -> None:
-    run = place.create_run("abandoned text")
-    with Publisher(place.url, run) as publisher, publisher.group("g", 1) as group:
+    with Publisher(place.url, written) as publisher, publisher.group("gone", 1) as group:
         group.trajectory(0).abandon("no luck").result(10)
-
-    with pytest.raises(ReleasedError, match="turns of g/0/0 are not stored any more"):
-        place.type("text", run, "g/0/0", "--tokenizer", str(tokenizer_folder))
+    with pytest.raises(ReleasedError, match="turns of gone/0/0 are not stored any more"):
+        place.type("text", written, "gone/0/0", "--tokenizer", str(tokenizer_folder))
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,16 @@ def test_show_and_batch_print_the_same_numbers_of_a_batch(typed: Any) -> None:
         assert (content["num_tokens"], content["num_trained_tokens"]) == (8, 4)
         assert content["newest_version"] is None
 
+    shown = typed("batch", RUN, "2")
+    assert shown.startswith(f"step 2 of {RUN}: committed, ")
+    assert re.search(r"0 +0 +-0\.7\d* +1 +g2/0/0", shown)
+    assert re.search(r"0 +1 +0\.7\d* +1 +g2/1/0", shown)
+    assert "num_tokens 4" in shown
+    with pytest.raises(NotReadyError, match="step 9 is not planned; 3 are"):
+        typed("batch", RUN, "9")
 
-def test_status_prints_progress_ledger_and_first_reason(typed: Any) -> None:
+
+def test_status_prints_progress_once_or_until_ctrl_c(typed: Any, place: Any) -> None:
     shown = typed("status", RUN)
     every = typed("status")
     as_json = json.loads(typed("status", RUN, "--json"))
@@ -122,24 +130,20 @@ def test_status_prints_progress_ledger_and_first_reason(typed: Any) -> None:
     assert as_json["reason"]["kind"] in shown
     assert json.loads(typed("status", "--json"))[0]["run"] == RUN
 
-
-def test_watched_status_is_refreshed_until_ctrl_c(typed: Any, place: Any) -> None:
-    paused: list[float] = []
+    output, paused = io.StringIO(), list[float]()
 
     def pause(seconds: float) -> None:
         paused.append(seconds)
         if len(paused) == 3:
             raise KeyboardInterrupt
 
-    output = io.StringIO()
     with pytest.raises(KeyboardInterrupt):
         watch_status(place.url, RUN, Screen(output, width=100), pause=pause)
-
     assert paused == [REFRESH_S] * 3
     assert re.search(r"steps +3 planned, 3 stepped, 3 committed", output.getvalue())
 
 
-def test_ledger_shows_states_and_reasons(typed: Any) -> None:
+def test_ledger_shows_states_reasons_and_the_history_of_a_trajectory(typed: Any) -> None:
     shown = typed("ledger", RUN)
     as_json = json.loads(typed("ledger", RUN, "--json"))
 
@@ -148,32 +152,18 @@ def test_ledger_shows_states_and_reasons(typed: Any) -> None:
     assert re.search(r"abandoned +│ 1 +│ [\d, ]*│ 1 x the tool hung", shown)
     assert re.search(r"accepted +│ 8 ", shown)
     assert as_json["rollbacks"] == [{"lineage": "main-1", "step": 2, "stepped": 3}]
+    history = lines_of(typed("ledger", RUN, "g2/1/0"))
 
-
-def test_ledger_tells_the_life_of_a_trajectory_that_was_trained(typed: Any) -> None:
-    shown = lines_of(typed("ledger", RUN, "g2/1/0"))
-
-    assert list(shown) == [
+    assert list(history) == [
         *("group opened", "sealed", "planned", "stepped", "committed"),
         *("reward", "batch", "advantage", "state"),
     ]
     when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+00:00, [\w ]+ ago"
-    assert re.fullmatch(f"{when} completed, reward 1", shown["sealed"])
-    assert re.fullmatch(f"{when} in step 2", shown["planned"])
-    assert (shown["reward"], shown["batch"]) == ("1", "step 2")
-    assert float(shown["advantage"]) > 0
-    assert shown["state"] == "committed"
-
-
-def test_batch_tells_what_a_step_is_made_of(typed: Any) -> None:
-    shown = typed("batch", RUN, "2")
-
-    assert shown.startswith(f"step 2 of {RUN}: committed, ")
-    assert re.search(r"0 +0 +-0\.7\d* +1 +g2/0/0", shown)
-    assert re.search(r"0 +1 +0\.7\d* +1 +g2/1/0", shown)
-    assert "num_tokens 4" in shown
-    with pytest.raises(NotReadyError, match="step 9 is not planned; 3 are"):
-        typed("batch", RUN, "9")
+    assert re.fullmatch(f"{when} completed, reward 1", history["sealed"])
+    assert re.fullmatch(f"{when} in step 2", history["planned"])
+    assert (history["reward"], history["batch"]) == ("1", "step 2")
+    assert float(history["advantage"]) > 0
+    assert history["state"] == "committed"
 
 
 def test_batch_and_archive_write_the_bytes_of_steps(typed: Any, tmp_path: Path) -> None:
