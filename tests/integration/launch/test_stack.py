@@ -71,10 +71,12 @@ def test_failed_service_is_named_with_the_end_of_its_log(
     assert str(caught.value).endswith("\n  no more disk")
 
 
-def test_waiting_for_one_service_ends_when_another_fails(stack: Stack) -> None:
+def test_waiting_for_one_service_has_a_deadline_and_ends_when_another_fails(stack: Stack) -> None:
     patient = stack.start_program("patient", python(GOES_ON))
-    stack.start_program("loser", python("raise SystemExit(3)"))
 
+    with pytest.raises(ServiceFailedError, match="patient was not done after 0 s"):
+        stack.wait_for_all([patient], timeout_s=0.2)
+    stack.start_program("loser", python("raise SystemExit(3)"))
     with pytest.raises(ServiceFailedError, match="loser ended with status 3"):
         stack.wait_for_all([patient], timeout_s=60)
 
@@ -92,28 +94,17 @@ def test_a_service_that_fails_between_two_looks_at_it_is_an_error(
         stack.wait_for_all([service], timeout_s=60)
 
 
-def test_waiting_has_a_deadline(stack: Stack) -> None:
-    patient = stack.start_program("patient", python(GOES_ON))
-
-    with pytest.raises(ServiceFailedError, match="patient was not done after 0 s"):
-        stack.wait_for_all([patient], timeout_s=0.2)
-
-
-def test_a_service_is_ready_when_its_file_is_there(tmp_path: Path, stack: Stack) -> None:
+def test_service_is_ready_with_its_file_and_failed_if_it_ends_before(
+    tmp_path: Path, stack: Stack
+) -> None:
     path = tmp_path / "address"
     service = stack.start_program("server", python(f"open({str(path)!r}, 'w').write('h:1')"))
-
     wait_until(lambda: service.status is not None)
 
     assert stack.wait_for_file(path, of=service, timeout_s=60) == "h:1"
-
-
-def test_a_service_that_ends_before_it_is_ready_is_an_error(tmp_path: Path, stack: Stack) -> None:
-    service = stack.start_program("server", python("print('nothing to do')"))
-
-    with pytest.raises(ServiceFailedError, match="server ended before it was ready") as caught:
-        stack.wait_for_file(tmp_path / "address", of=service, timeout_s=60)
-
+    other = stack.start_program("other", python("print('nothing to do')"))
+    with pytest.raises(ServiceFailedError, match="other ended before it was ready") as caught:
+        stack.wait_for_file(tmp_path / "none", of=other, timeout_s=60)
     assert str(caught.value).endswith("\n  nothing to do")
 
 
@@ -172,21 +163,16 @@ def test_service_gets_the_variables_and_the_scratch_folder_of_its_job(
     assert service.log_path == log
 
 
-def test_sigterm_reads_as_ctrl_c_inside_the_block() -> None:
+def test_signals_interrupt_the_work_and_not_its_end() -> None:
     before = signal.getsignal(signal.SIGTERM)
+    reached = False
 
     with pytest.raises(KeyboardInterrupt), terminate_as_interrupt():
         os.kill(os.getpid(), signal.SIGTERM)
-
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_nothing_interrupts_the_stop() -> None:
-    reached = False
-
     with uninterrupted():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
         reached = True
 
     assert reached
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -38,7 +38,7 @@ def later(act: Callable[[], object]) -> threading.Timer:
     return timer
 
 
-def test_wait_for_run_returns_when_the_run_is_created(
+def test_wait_for_run_ends_with_the_run_or_an_error_that_names_it(
     server: EmbeddedServer, client: redis.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
     timer = later(lambda: create_run(client, "late run", config()))
@@ -47,9 +47,6 @@ def test_wait_for_run_returns_when_the_run_is_created(
 
     timer.join()
     assert "no run named 'late run'" in caplog.text
-
-
-def test_wait_for_run_ends_with_the_name_of_the_run(server: EmbeddedServer) -> None:
     with pytest.raises(RunNotFoundError, match="'never'"):
         bootstrap.wait_for_run(server.url, "never", timeout_s=0.2)
 

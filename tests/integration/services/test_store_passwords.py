@@ -36,18 +36,16 @@ def settings(stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> Settings:
     return Settings()
 
 
-def test_url_of_a_service_has_the_password_of_its_file(
+def test_url_has_the_password_of_the_file_and_settings_do_not_show_it(
     stack: LocalStack, settings: Settings
 ) -> None:
     with turnstream.connect() as service, open_store(settings) as url:
         assert service.runs() == []
         assert url == bootstrap.store_url(settings) == stack.store_url("operator")
-
-
-def test_password_in_a_url_is_kept(settings: Settings) -> None:
-    url = "redis://operator:own@127.0.0.1:1"
-
-    assert bootstrap.store_url(settings, url) == url
+    own = "redis://operator:own@127.0.0.1:1"
+    assert bootstrap.store_url(settings, own) == own
+    password = (stack.volume("store-operator") / "password").read_text()
+    assert password not in f"{settings.printable()} {settings!r}"
 
 
 def test_service_waits_for_the_file_of_its_password(
@@ -76,10 +74,3 @@ def test_missing_password_names_the_variable_and_the_file(
 
     with pytest.raises(StoreUnavailableError, match=f"TURNSTREAM_REDIS_PASSWORD_FILE={file}"):
         bootstrap.store_url(settings.model_copy(update=changes))
-
-
-def test_settings_do_not_show_the_password(stack: LocalStack, settings: Settings) -> None:
-    password = (stack.volume("store-operator") / "password").read_text()
-
-    assert password not in str(settings.printable())
-    assert password not in repr(settings)

@@ -51,6 +51,9 @@ def test_trainer_gets_the_options_of_its_job(start: Start, tmp_path: Path) -> No
 
     config = start(
         "trainer",
+        *("--loss", "gspo:clip_low=3e-4,clip_high=4e-4", "--correction", "tis:cap=2"),
+        *("--correction", "mis:level=geometric", "--kl", "k3:coefficient=0.01"),
+        *("--reference", str(tmp_path), "--entropy-bonus", "0.001", "--denominators", "recount"),
         batcher="127.0.0.1:7",
         policy=policy,
         folder=tmp_path,
@@ -60,6 +63,10 @@ def test_trainer_gets_the_options_of_its_job(start: Start, tmp_path: Path) -> No
         dump=tmp_path / "dump",
     )
 
+    assert str(config.objective) == (
+        "--loss gspo --correction tis --correction mis:level=geometric --kl k3:coefficient=0.01 "
+        "--entropy-bonus 0.001 --proximal recompute --denominators recount"
+    )
     assert config == TrainerConfig(
         run="run",
         batcher_target="127.0.0.1:7",
@@ -69,23 +76,12 @@ def test_trainer_gets_the_options_of_its_job(start: Start, tmp_path: Path) -> No
         epochs=2,
         timeout_s=90.0,
         dump_folder=tmp_path / "dump",
-    )
-
-
-def test_trainer_gets_its_objective_from_the_command_line(start: Start, tmp_path: Path) -> None:
-    config = start(
-        "trainer",
-        *("--loss", "gspo:clip_low=3e-4,clip_high=4e-4", "--correction", "tis:cap=2"),
-        *("--correction", "mis:level=geometric", "--kl", "k3:coefficient=0.01"),
-        *("--reference", str(tmp_path), "--entropy-bonus", "0.001", "--denominators", "recount"),
-        policy=write_policy(tmp_path, SmallModelSpec(vocab_size=20)),
-        folder=tmp_path,
-    )
-
-    assert config.reference == tmp_path
-    assert str(config.objective) == (
-        "--loss gspo --correction tis --correction mis:level=geometric --kl k3:coefficient=0.01 "
-        "--entropy-bonus 0.001 --proximal recompute --denominators recount"
+        loss="gspo:clip_low=3e-4,clip_high=4e-4",
+        correction=["tis:cap=2", "mis:level=geometric"],
+        kl="k3:coefficient=0.01",
+        reference=tmp_path,
+        entropy_bonus=0.001,
+        denominators="recount",
     )
 
 
@@ -107,10 +103,6 @@ def test_demo_services_have_the_preset_as_default(start: Start, tmp_path: Path) 
     assert trainer.learning_rate == LEARNING_RATE
     assert trainer.temperature == 1.0
     assert generator == LiveGeneratorConfig(run="run", writer="live-1", groups_per_round=16, seed=5)
-
-
-def test_generators_without_options_differ_in_their_seeds(start: Start) -> None:
     first, second = start("generator"), start("generator")
-
     assert first.writer.startswith("live-")
     assert first.seed != second.seed

@@ -21,11 +21,11 @@ BATCH = replace(
 )
 
 
-def summary(**changes: object) -> Summary:
+def summary() -> Summary:
     games = [
         replace(sealed(reward=reward, turns=TURNS), num_payload_bytes=100) for reward in (0.0, 1.0)
     ]
-    given = make_summary(
+    return make_summary(
         ledger={"open": 0, "planned": 4, "committed": 4},
         num_groups=2,
         sealed=games,
@@ -34,30 +34,25 @@ def summary(**changes: object) -> Summary:
         stepped=1,
         elapsed_s=3.0,
     )
-    return replace(given, **changes)
 
 
-def test_numbers_of_a_batch_count_tokens_and_padding() -> None:
+def test_numbers_of_a_batch_count_tokens_padding_and_versions() -> None:
     numbers = numbers_of(manifest("g0", "g1", step=3))
 
     assert (numbers.num_groups, numbers.num_rows) == (2, 4)
     assert (numbers.num_tokens, numbers.num_turn_tokens, numbers.num_positions) == (20, 20, 20)
     assert (numbers.padding_share, numbers.merge_ratio) == (0.0, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("oldest", "newest", "versions"), [(None, None, "unknown"), (3, 3, "3"), (3, 5, "3 to 5")]
-)
-def test_numbers_of_a_batch_show_the_range_of_versions(
-    oldest: int | None, newest: int | None, versions: str
-) -> None:
-    numbers = replace(BATCH, oldest_version=oldest, newest_version=newest)
-
-    assert dict(numbers.rows())["policy versions"] == versions
+    for oldest, newest, text in ((None, None, "unknown"), (3, 3, "3"), (3, 5, "3 to 5")):
+        shown = replace(BATCH, oldest_version=oldest, newest_version=newest)
+        assert dict(shown.rows())["policy versions"] == text
 
 
 def test_summary_counts_stepped_batches_sent_bytes_and_states() -> None:
+    console = Console(width=80, file=io.StringIO(), record=True)
+
     seen = summary()
+    written = json.loads(seen.to_json())
+    console.print(summary_table(replace(seen, reward_first_tenth=None), title="a job"))
 
     assert (seen.batches, seen.steps, seen.sequences) == (2, 1, 4)
     assert seen.merge_ratio == pytest.approx(90 / 60)
@@ -67,6 +62,11 @@ def test_summary_counts_stepped_batches_sent_bytes_and_states() -> None:
     assert (seen.wire_bytes, seen.resend_bytes) == (200, 200 + 2 * 4 * 15)
     assert seen.trajectories == 8
     assert seen.ledger == {"planned": 4, "committed": 4}
+    assert list(written) == [field.name for field in fields(Summary)]
+    assert written["ledger"] == {"planned": 4, "committed": 4}
+    text = console.export_text()
+    for shown in ("a job", "1.50", "25.0%", "320 (1.60 x)", "ledger: committed", "-"):
+        assert shown in text
 
 
 def test_summary_of_an_empty_run_has_no_rewards() -> None:
@@ -86,16 +86,3 @@ def test_summary_of_an_empty_run_has_no_rewards() -> None:
 )
 def test_tenth_is_rounded_up(rewards: list[float], tenths: tuple[float, float]) -> None:
     assert reward_tenths(rewards) == tenths
-
-
-def test_summary_is_written_as_json_and_as_a_table() -> None:
-    console = Console(width=80, file=io.StringIO(), record=True)
-
-    written = json.loads(summary().to_json())
-    console.print(summary_table(summary(reward_first_tenth=None), title="a job"))
-
-    assert list(written) == [field.name for field in fields(Summary)]
-    assert written["ledger"] == {"planned": 4, "committed": 4}
-    text = console.export_text()
-    for shown in ("a job", "1.50", "25.0%", "320 (1.60 x)", "ledger: committed", "-"):
-        assert shown in text
