@@ -70,8 +70,8 @@ class ApiKey(NamedTuple):
     limits: KeyLimits = NO_LIMITS
     owner: str = "local"
 
-    def require(self, role: Role, *, run: str | None = None) -> None:
-        """Raise AccessDeniedError if the key has not this role, or may not use this run.
+    def require(self, *roles: Role, run: str | None = None) -> None:
+        """Raise AccessDeniedError if the key has none of these roles, or may not use this run.
 
         `run` is a name or an id.
 
@@ -80,9 +80,9 @@ class ApiKey(NamedTuple):
             ...
         turnstream.errors.AccessDeniedError: key 'ci' has the roles read, needed is produce
         """
-        if role not in self.roles and "admin" not in self.roles:
+        if not self.roles.intersection((*roles, "admin")):
             have = ", ".join(sorted(self.roles))
-            raise AccessDeniedError(f"key {self.name!r} has the roles {have}, needed is {role}")
+            raise AccessDeniedError(f"key {self.name!r} has the roles {have}, needed is {roles[0]}")
         self.require_run(run)
 
     def require_run(self, run: str | None) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import redis
@@ -106,19 +107,10 @@ async def test_async_publisher_works_over_http(
 # ------------------------------------------------------------------------------ errors
 
 
-def _unknown_run(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    service.run(name)
-
-
 def _deleted_run(service: turnstream.Service, name: str, client: redis.Redis) -> None:
     run = service.create_run(name, batch_groups=1)
     delete_run(client, name)
     _ = run.config
-
-
-def _other_settings(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    service.create_run(name, batch_groups=1)
-    service.create_run(name, batch_groups=2)
 
 
 def _group_again(service: turnstream.Service, name: str, _: redis.Redis) -> None:
@@ -150,17 +142,6 @@ def _large_group(service: turnstream.Service, name: str, _: redis.Redis) -> None
         pass
 
 
-def _no_prompt_left(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    run = service.create_run(name, batch_groups=8)
-    with run.publisher("a") as publisher:
-        publisher.next_task(0.3)
-
-
-def _large_prompt(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    run = service.create_run(name, batch_groups=8, max_samples=2)
-    run.add_prompts([Prompt(prompt_uid="p", payload=b"", num_samples=3)])
-
-
 def _held_trajectory(service: turnstream.Service, name: str, _: redis.Redis) -> None:
     run = service.create_run(name, batch_groups=8)
     with (
@@ -170,17 +151,6 @@ def _held_trajectory(service: turnstream.Service, name: str, _: redis.Redis) -> 
     ):
         open_.append(ids("a"), ids("B")).result()
         second.adopt("g", 0)
-
-
-def _unknown_reward(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    run = service.create_run(name, batch_groups=8)
-    run.post_reward(TrajectoryKey("g", 0), 1.0)
-
-
-def _planned_step(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    run = service.create_run(name, batch_groups=8)
-    run.close(leftover="carry")
-    run.close(leftover="drop")
 
 
 def _next_run_of_the_name(service: turnstream.Service, name: str, client: redis.Redis) -> None:
@@ -206,43 +176,6 @@ def _next_run_of_the_name(service: turnstream.Service, name: str, client: redis.
     run.pause()
 
 
-def _id_in_place_of_a_name(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    service.create_run(f"{name}~2", batch_groups=1)
-
-
-def _name_without_a_key(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    service.run("x" * 513)
-
-
-def _dots(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    service.run("..")
-
-
-def _unread_setting(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    service.create_run(name, batch_groups=1, pass_k=3)
-
-
-def _step_zero(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    service.create_run(name, batch_groups=1).revise(from_step=0, batch_groups=2)
-
-
-def _unknown_leftover(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    service.create_run(name, batch_groups=1).close(leftover=cast("Any", "burn"))
-
-
-def _reward_of_no_number(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    service.create_run(name, batch_groups=1).post_reward(TrajectoryKey("g", 0), float("nan"))
-
-
-def _missing_prompts(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    run = service.create_run(name, batch_groups=1)
-    run.add_prompts([Prompt(prompt_uid="p", payload=b"", num_samples=1)], first=7)
-
-
-def _prompts_from_zero(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    service.create_run(name, batch_groups=1).add_prompts([], first=0)
-
-
 def _run_of_another_release(service: turnstream.Service, name: str, client: redis.Redis) -> None:
     run = service.create_run(name, batch_groups=1)
     stored = encode_config(run.config).replace('"format": 3', '"format": 9')
@@ -256,64 +189,87 @@ def _damaged_run(service: turnstream.Service, name: str, client: redis.Redis) ->
     _ = run.config
 
 
-def _no_version(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    service.create_run(name, batch_groups=8).wait_for_version(timeout_s=0.3)
-
-
-Case = Callable[[turnstream.Service, str, redis.Redis], None]
-
-CASES: dict[Case, type[TurnstreamError]] = {
-    _unknown_run: RunNotFoundError,
+SCENARIOS: dict[Callable[[turnstream.Service, str, redis.Redis], None], type[TurnstreamError]] = {
     _deleted_run: RunNotFoundError,
     _next_run_of_the_name: RunNotFoundError,
-    _dots: RunNotFoundError,
-    _id_in_place_of_a_name: InvalidConfigError,
-    _name_without_a_key: InvalidConfigError,
-    _unread_setting: InvalidConfigError,
-    _step_zero: InvalidConfigError,
-    _unknown_leftover: InvalidConfigError,
-    _reward_of_no_number: InvalidTurnError,
-    _missing_prompts: ConflictError,
-    _prompts_from_zero: InvalidTurnError,
     _run_of_another_release: UnknownFormatError,
     _damaged_run: CorruptRecordError,
-    _other_settings: ConflictError,
     _group_again: ConflictError,
     _closed_run: EndOfRunError,
     _no_admission: NotReadyError,
     _large_group: GroupTooLargeError,
-    _no_prompt_left: NotReadyError,
-    _large_prompt: InvalidTurnError,
     _held_trajectory: ConflictError,
-    _unknown_reward: ConflictError,
-    _planned_step: ConflictError,
-    _no_version: NotReadyError,
 }
 
+_KEY = TrajectoryKey("g", 0)
+_PROMPT = Prompt(prompt_uid="p", payload=b"", num_samples=3)
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
+CALLS: list[tuple[type[TurnstreamError], str, tuple[Any, ...], dict[str, Any]]] = [
+    (RunNotFoundError, "service.run", ("no such run",), {}),
+    (RunNotFoundError, "service.run", ("..",), {}),
+    (InvalidConfigError, "service.run", ("x" * 513,), {}),
+    (InvalidConfigError, "service.create_run", ("a~2",), {"batch_groups": 1}),
+    (InvalidConfigError, "service.create_run", ("new",), {"batch_groups": 1, "pass_k": 3}),
+    (ConflictError, "service.create_run", ("RUN",), {"batch_groups": 2}),
+    (InvalidConfigError, "revise", (), {"from_step": 0, "batch_groups": 2}),
+    (InvalidConfigError, "close", (), {"leftover": "burn"}),
+    (InvalidTurnError, "post_reward", (_KEY, float("nan")), {}),
+    (ConflictError, "post_reward", (_KEY, 1.0), {}),
+    (ConflictError, "add_prompts", ([dataclasses.replace(_PROMPT, num_samples=1)],), {"first": 7}),
+    (InvalidTurnError, "add_prompts", ([],), {"first": 0}),
+    (InvalidTurnError, "add_prompts", ([_PROMPT],), {}),
+    (NotReadyError, "publisher.next_task", (0.3,), {}),
+    (NotReadyError, "wait_for_version", (), {"timeout_s": 0.3}),
+]
+"""Wrong calls of a service, a run or a publisher, with their errors."""
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__.strip("_"))
 def test_same_mistakes_have_the_same_errors(
-    case: Case,
-    client: redis.Redis,
-    url_of: Callable[[str], str],
-    new_name: str,
+    scenario: Any, client: redis.Redis, url_of: Callable[[str], str], new_name: str
 ) -> None:
     found: list[Any] = []
     for kind in ("redis", "http"):
         with turnstream.connect(url_of(kind)) as service:
             name = f"{new_name} {kind}"
-            with pytest.raises(CASES[case]) as raised:
-                case(service, name, client)
-        error = raised.value
-        reasons = [
-            (each.kind, _without_numbers(each.sentence)) for each in getattr(error, "reasons", ())
-        ]
-        retry_s = getattr(error, "retry_after_s", None)
-        text = str(error).replace(name, "RUN").replace(keys.encode_name(name), "RUN")
-        public = next(each for each in type(error).mro() if each.__module__ == errors.__name__)
-        found.append((public, _without_numbers(text), reasons, retry_s is not None))
+            with pytest.raises(SCENARIOS[scenario]) as raised:
+                scenario(service, name, client)
+        found.append(_described(raised.value, name))
 
     assert found[1] == found[0]
+
+
+def test_wrong_calls_have_the_same_errors(url_of: Callable[[str], str], new_name: str) -> None:
+    found: dict[str, list[Any]] = {}
+    for kind in ("redis", "http"):
+        with turnstream.connect(url_of(kind)) as service:
+            name = f"{new_name} {kind}"
+            run = service.create_run(name, batch_groups=1, max_samples=2)
+            with run.publisher("a") as publisher:
+                owners = {"service": service, "publisher": publisher}
+                for error, call, given, options in CALLS:
+                    owner, _, method = call.rpartition(".")
+                    arguments = [name if each == "RUN" else each for each in given]
+                    with pytest.raises(error) as raised:
+                        getattr(owners.get(owner, run), method)(*arguments, **options)
+                    found.setdefault(kind, []).append(_described(raised.value, name))
+            run.close(leftover="carry")
+            with pytest.raises(ConflictError) as raised:
+                run.close(leftover="drop")
+            found[kind].append(_described(raised.value, name))
+
+    assert found["http"] == found["redis"]
+
+
+def _described(error: Any, name: str) -> tuple[Any, ...]:
+    """Return class, text and reasons of an error, without the name of the run and numbers."""
+    reasons = [
+        (each.kind, _without_numbers(each.sentence)) for each in getattr(error, "reasons", ())
+    ]
+    text = str(error).replace(name, "RUN").replace(keys.encode_name(name), "RUN")
+    public = next(each for each in type(error).mro() if each.__module__ == errors.__name__)
+    is_repeatable = getattr(error, "retry_after_s", None) is not None
+    return public, _without_numbers(text), reasons, is_repeatable
 
 
 def _without_numbers(text: str) -> str:

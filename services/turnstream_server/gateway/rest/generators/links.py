@@ -47,8 +47,7 @@ class StoreLinks:
         self._max_links = max_links
         self._free = asyncio.Semaphore(max_links)
         self._idle: list[StoreLink] = []
-        self._lent: set[asyncio.Timeout] = set()
-        self._is_closed = self._ends_lent = False
+        self._is_closed = False
         self._unnamed = _new_name()
 
     @contextlib.asynccontextmanager
@@ -56,48 +55,29 @@ class StoreLinks:
         """Lend a connection to the block. An error inside ends it, and all that are idle.
 
         Raises:
-            RedisError, OSError: the store cannot be reached, all connections are in use for long,
-                or the gateway stops.
+            RedisError, OSError: the store cannot be reached, or all connections are in use for
+                long.
         """
         await self._acquire()
-        limit = asyncio.timeout(0 if self._ends_lent else None)
         try:
-            async with limit:
-                self._lent.add(limit)
-                link = self._idle.pop() if self._idle else await self._opened()
-                async with self._kept_if_whole(link):
-                    yield link
-        except TimeoutError as error:
-            if not limit.expired():
+            link = self._idle.pop() if self._idle else await self._opened()
+            try:
+                yield link
+            except BaseException:
+                await link.link.close()
+                await self._drop_idle()
                 raise
-            raise RedisConnectionError("the gateway stops") from error
+            if self._is_closed:
+                await link.link.close()
+            else:
+                self._idle.append(link)
         finally:
-            self._lent.discard(limit)
             self._free.release()
 
-    async def close(self, *, ends_lent: bool = False) -> None:
-        """End all idle connections, and those in use if `ends_lent`. Safe to repeat.
-
-        Connections that are in use end after their block, and later ones at once if `ends_lent`.
-        """
-        self._is_closed, self._ends_lent = True, ends_lent
-        for limit in self._lent if ends_lent else ():
-            limit.reschedule(0)
+    async def close(self) -> None:
+        """End all idle connections, and those in use after their block."""
+        self._is_closed = True
         await self._drop_idle()
-
-    @contextlib.asynccontextmanager
-    async def _kept_if_whole(self, link: StoreLink) -> AsyncIterator[None]:
-        """Keep a connection after the block, unless the block failed."""
-        try:
-            yield
-        except BaseException:
-            await link.link.close()
-            await self._drop_idle()
-            raise
-        if self._is_closed:
-            await link.link.close()
-        else:
-            self._idle.append(link)
 
     async def _acquire(self) -> None:
         try:

@@ -15,7 +15,7 @@ from turnstream.records.values import UNREADABLE, parse_message
 from turnstream.store.client.replies import DENIED
 from turnstream.types.names import RunId, checked_run_name
 from turnstream.wire.v1 import calls_pb2 as wire
-from turnstream_server.gateway.rest.generators.checks import check_request, check_run
+from turnstream_server.gateway.rest.generators.checks import ANY_ROLE, check_request
 from turnstream_server.gateway.tinker.message_fields import check_fields
 from turnstream_server.keys.records import ApiKey
 
@@ -93,7 +93,7 @@ def read_calls(body: bytes, key: ApiKey) -> PlannedCalls:
         raise RecordError("the body has calls, and no run")
     run = _run_of(message)
     if run:
-        check_run(key, run)
+        key.require(*ANY_ROLE, run=run)
     writer = checked_name(message.writer, field="writer") if message.writer else ""
     return PlannedCalls(message, [_checked(call, key, run, writer) for call in message.calls])
 

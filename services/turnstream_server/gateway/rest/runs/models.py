@@ -10,6 +10,7 @@ from turnstream.store.run.credits import CreditReason
 from turnstream.types import TrajectoryState
 from turnstream_server.gateway.rest.bodies import Body
 from turnstream_server.gateway.rest.caller import MAX_RUN_LENGTH
+from turnstream_server.gateway.rest.problems import Reason
 from turnstream_server.ledger.queries.batch_numbers import BatchNumbers
 from turnstream_server.ledger.sessions.observers import Observer
 
@@ -43,15 +44,15 @@ class Revision(Body):
     )
 
 
-class Reason(Body):
-    """Why the state of a run is changed."""
+class Stop(Body):
+    """Why a run is paused or closed."""
 
     reason: StrictStr = Field(
         "", max_length=1000, description="Shown to programs that wait.", examples=["maintenance"]
     )
 
 
-class Closing(Reason):
+class Closing(Stop):
     """How a run is closed."""
 
     leftover: Literal["short", "carry", "drop"] | None = Field(
@@ -211,16 +212,8 @@ class Ledger(BaseModel):
     full: str | None = Field(description="Why the run takes no more bytes; null if it does.")
 
 
-class Why(BaseModel):
-    """A reason why a run waits."""
-
-    kind: str = Field(examples=["too_few_ready"])
-    sentence: str = Field(examples=["step 1 waits for 95 s: 1 of 2 groups ready, 1 open"])
-    facts: dict[str, str | int | float | None] = Field(description="Values of the sentence.")
-
-
 class Waits(BaseModel):
     """Why a run waits, the most important reason first."""
 
     run: str
-    reasons: list[Why]
+    reasons: list[Reason]

@@ -34,7 +34,6 @@ from turnstream_server.gateway.rest.runs.models import (
     Closing,
     Deleted,
     NewRun,
-    Reason,
     Revised,
     Revision,
     Run,
@@ -43,6 +42,7 @@ from turnstream_server.gateway.rest.runs.models import (
     RunLine,
     RunList,
     RunState,
+    Stop,
 )
 from turnstream_server.keys.records import ApiKey
 from turnstream_server.ledger.admin.deletion import delete_run
@@ -137,7 +137,7 @@ async def patch_config(run: RunName, revision: Revision, caller: Admin) -> Respo
 
 
 @router.post("/runs/{run}/pause", response_model=RunState, summary="Pause a run")
-async def post_pause(run: RunName, caller: Admin, body: Reason | None = None) -> Response:
+async def post_pause(run: RunName, caller: Admin, body: Stop | None = None) -> Response:
     """Admit no new group and plan no batch; open groups and planned batches continue."""
     reason = "" if body is None else body.reason
     return await _changed(caller, run, lambda client, run: runs.pause_run(client, run, reason))

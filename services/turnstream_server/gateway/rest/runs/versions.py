@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 import redis
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, Field, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from turnstream.store.client import keys
 from turnstream.store.client.run_ids import find_run_async
@@ -47,6 +47,8 @@ WaitS = Annotated[
 
 class Version(BaseModel):
     """Announced weights."""
+
+    model_config = ConfigDict(from_attributes=True)
 
     version: int = Field(description="Their number, used once.", examples=[3])
     step: int = Field(description="The last step in these weights; 0 before the first.")
@@ -139,7 +141,7 @@ async def post_version(run: RunName, new: NewVersion, caller: Train) -> Version:
         session_epoch=epoch,
         session=checked_setting(new.session, field="session"),
     )
-    return _shown(announced)
+    return Version.model_validate(announced)
 
 
 async def _awaited(caller: Caller, run: str, *, above: int, limit: int, wait_s: float) -> Versions:
@@ -149,9 +151,7 @@ async def _awaited(caller: Caller, run: str, *, above: int, limit: int, wait_s: 
         read_config(client, run)  # a deleted run has no versions, too
         newest = newest_version(client, run)
         found = list_versions(client, run, above=above, limit=limit)
-        return Versions(
-            newest=None if newest is None else _shown(newest), versions=[*map(_shown, found)]
-        )
+        return Versions.model_validate({"newest": newest, "versions": found})
 
     clock = asyncio.get_running_loop().time
     deadline_s = clock() + wait_s
@@ -167,12 +167,3 @@ async def _awaited(caller: Caller, run: str, *, above: int, limit: int, wait_s: 
             found.reasons = named_reasons(no_version(above, snapshot, waited_s=wait_s))
             return found
         await caller.gateway.streams.wait(known, timeout_s=left_s)
-
-
-def _shown(event: VersionAnnounced) -> Version:
-    return Version(
-        version=event.version,
-        step=event.step,
-        lineage=event.lineage,
-        weights_uri=event.weights_uri,
-    )
