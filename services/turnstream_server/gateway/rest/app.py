@@ -28,15 +28,7 @@ from turnstream_server.gateway.rest.problems import (
     problem_of,
     response,
 )
-from turnstream_server.gateway.rest.runs import (
-    batches,
-    events,
-    ledger,
-    runs,
-    service,
-    tasks,
-    versions,
-)
+from turnstream_server.gateway.rest.runs import events, reads, runs, service, tasks, versions
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.telemetry.log_counts import count_error
 
@@ -50,8 +42,7 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     routes.router,
     tasks.router,
     rewards.router,
-    ledger.router,
-    batches.router,
+    reads.router,
     versions.router,
     events.router,
     route.router,

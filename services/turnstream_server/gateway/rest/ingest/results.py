@@ -23,6 +23,7 @@ class _Result(BaseModel):
     index: int = Field(description="Place of the item in the request, from 0.")
     status: int = Field(description="201 if it is stored, else that of the problem.")
     group_id: str
+    problem: Problem | None = Field(None, description="Absent if the item is stored.")
 
 
 class GroupResult(_Result):
@@ -31,7 +32,6 @@ class GroupResult(_Result):
     open_samples: list[int] | None = Field(
         None, description="Samples that are open for this writer; absent with a problem."
     )
-    problem: Problem | None = Field(None, description="Absent if the group is open.")
 
 
 class GroupResults(BaseModel):
@@ -40,16 +40,20 @@ class GroupResults(BaseModel):
     results: list[GroupResult]
 
 
-class WriteResult(_Result):
-    """The result of a turn or a trajectory."""
+class TrajectoryResult(_Result):
+    """The result of an item that names a trajectory."""
 
     sample: int
     attempt: int
+
+
+class WriteResult(TrajectoryResult):
+    """The result of a turn or a trajectory."""
+
     state: Literal["open", "sealed", "awaiting_reward", "abandoned"] | None = Field(
         None, description="State after this item; absent with a problem."
     )
     next_turn: int | None = Field(None, description="Index of the next turn, if it is known.")
-    problem: Problem | None = Field(None, description="Absent if the item is stored.")
 
 
 class WriteResults(BaseModel):

@@ -24,10 +24,9 @@ from turnstream_server.gateway.rest.bodies import (
     read_content,
 )
 from turnstream_server.gateway.rest.caller import Produce, RunName
-from turnstream_server.gateway.rest.ingest.results import described_results
+from turnstream_server.gateway.rest.ingest.results import TrajectoryResult, described_results
 from turnstream_server.gateway.rest.ingest.routes import Answered, respond
 from turnstream_server.gateway.rest.ingest.writes import named_fields
-from turnstream_server.gateway.rest.problems import Problem
 
 router = APIRouter(tags=["ingest"])
 
@@ -72,20 +71,14 @@ class RewardsBody(Body):
     items: list[RewardItem] = Field(max_length=MAX_ITEMS)
 
 
-class RewardResult(BaseModel):
+class RewardResult(TrajectoryResult):
     """The result of a posted reward."""
 
-    index: int = Field(description="Place of the item in the request, from 0.")
-    status: int = Field(description="201 if it is posted, else that of the problem.")
-    group_id: str
-    sample: int
-    attempt: int
     outcome: Literal["posted", "duplicate", "late"] | None = Field(
         None,
         description="`duplicate`: the same was posted before. `late`: the group was decided "
         "before, and the reward changes nothing. Absent with a problem.",
     )
-    problem: Problem | None = Field(None, description="Absent if the reward is posted.")
 
 
 class RewardResults(BaseModel):

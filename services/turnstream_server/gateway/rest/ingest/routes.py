@@ -292,11 +292,8 @@ def _observe(run: str, writes: Sequence[Write], outcomes: Sequence[Outcome]) -> 
         if is_logged:
             facts = {"run": run, "trajectory": write.key.trajectory_id}
             facts |= {"state": write.state, "turns": len(write.turns)}
-            logger.debug("stored" if is_stored else "refused: %s", *_reason(outcome), extra=facts)
-
-
-def _reason(outcome: Outcome) -> tuple[object, ...]:
-    return () if outcome.error is None else (outcome.error,)
+            how = "stored" if is_stored else f"refused: {outcome.error}"
+            logger.debug("%s", how, extra=facts)
 
 
 class Answered(NamedTuple):

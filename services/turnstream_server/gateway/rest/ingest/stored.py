@@ -30,7 +30,6 @@ class StoredTrajectory(NamedTuple):
     """A trajectory as the store has it.
 
     Attributes:
-        key: the trajectory.
         entry: its entry in the ledger, as "sealed:1"; "" if there is none.
         turns: records of its turns, in order.
         seal: record of its seal; None without one.
@@ -75,14 +74,9 @@ class StoredTrajectory(NamedTuple):
         return ConflictError(f"{name} is already {self.state} {after}: {what} cannot follow")
 
     def check_same(self, write: Write, declared: Sequence[DeclaredColumn]) -> int:
-        """Return how many turns of a write are stored with the same content.
+        """Return how many turns of a write are stored; ConflictError for another content.
 
         A record is a function of the turns so far, so equal records are equal turns.
-
-        Raises:
-            ConflictError: one of them is stored with another content, or the seal would come before
-                the last stored turn.
-            InvalidTurnError: an extra column is wrong.
         """
         first = write.first or 0
         num_known = max(0, min(len(self.turns) - first, len(write.turns)))
@@ -112,7 +106,7 @@ class StoredTrajectory(NamedTuple):
             raise self.ended("the seal")
         sealed = decode_event(self.seal)
         assert isinstance(sealed, SealedTrajectory)
-        drafted = self._draft(len(self.turns), declared).seal(**write.seal.fields)
+        drafted = self._draft(len(self.turns), declared).seal(**write.seal._asdict())
         if drafted.make(sealed.lease_epoch) != self.seal:
             raise ConflictError(f"{self.key.readable_name} is sealed with another content")
 

@@ -74,8 +74,7 @@ class WrittenTurn(NamedTuple):
         return with_checked_extras(self.turn, _shaped(self.extras, columns), columns)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seal:
+class Seal(NamedTuple):
     """The end of a finished trajectory. The attributes are those of `TrajectoryWriter.seal`."""
 
     reward: float | None = None
@@ -85,11 +84,6 @@ class Seal:
     tags: Mapping[str, str] | None = None
     metrics: Mapping[str, float] | None = None
     awaits_reward: bool = False
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """Return the arguments of `TrajectoryDraft.seal`."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -159,10 +153,7 @@ class IngestWriter(AsyncTrajectoryWriter):
     async def add(self, written: WrittenTurn, *, is_last: bool = False) -> AsyncReceipt:
         """Send the next turn; return its receipt. The tokens of the last turn are not kept.
 
-        Raises:
-            InvalidTurnError: an extra column is wrong, or the record is too large.
-            RejectedError: the trajectory has ended.
-            TurnstreamError: the error of an earlier write of this trajectory.
+        Raises the error of a wrong extra column, of an end, or of an earlier write.
         """
         turn = written.checked(await self._sender.learn_columns())
         receipt = self._sender.receipt()
@@ -181,7 +172,7 @@ class IngestWriter(AsyncTrajectoryWriter):
         end = self._sender.loop_receipt()
         async with self._order:
             queue = await self._open()
-            made = self._drafted.seal(**seal.fields)
+            made = self._drafted.seal(**seal._asdict())
             self._sender.put(lambda: self._outbox.seal(queue, made, end=end))
             self._has_ended = True
         return end
@@ -236,10 +227,10 @@ def turn_of(fields: Fields, *, extras: Fields | None) -> WrittenTurn:
 
 def seal_of(fields: Fields) -> Seal:
     """Return the checked seal of an item."""
-    names = Seal.__dataclass_fields__
-    seal = Seal(**{name: fields[name] for name in names if fields.get(name) is not None})
+    given = {name: fields[name] for name in Seal._fields if fields.get(name) is not None}
+    seal = Seal(**given)
     awaits_reward = flag(seal.awaits_reward, field="awaits_reward")
-    return Seal(
+    return seal._replace(
         reward=checked_reward(seal.reward, awaits_reward=awaits_reward),
         reward_components=named_numbers(seal.reward_components, field="reward_components"),
         status=checked_status(seal.status),

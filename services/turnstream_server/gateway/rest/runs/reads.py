@@ -1,4 +1,4 @@
-"""Batches: their numbers, their content, and the bytes of a mini-batch."""
+"""Reads of a run: its ledger, a trajectory, its reasons for waiting, and its batches."""
 
 from __future__ import annotations
 
@@ -16,10 +16,16 @@ from turnstream.errors import (
     UnavailableError,
 )
 from turnstream.store.run.configs import open_run
+from turnstream.store.waits.wait_reasons import reasons
+from turnstream.types import TrajectoryState
 from turnstream_server.gateway.rest.bodies import ARROW
 from turnstream_server.gateway.rest.caller import Read, RunName
+from turnstream_server.gateway.rest.problems import Reason
 from turnstream_server.ledger.queries.batch_facts import batch_facts, page_of_batches
 from turnstream_server.ledger.queries.batch_numbers import BatchNumbers
+from turnstream_server.ledger.queries.ledger_facts import ledger_facts
+from turnstream_server.ledger.queries.run_snapshot import read_snapshot
+from turnstream_server.ledger.queries.trajectory_history import Trajectory, read_history
 
 router = APIRouter(tags=["reads"])
 
@@ -33,6 +39,14 @@ FromStep = Annotated[int, Query(ge=1, le=_LARGEST, description="First step of th
 Limit = Annotated[int, Query(ge=1, le=_MAX_PAGE, description="Batches of the page, at most.")]
 DpRank = Annotated[int, Query(ge=0, lt=_MAX_DP_WORLD_SIZE, description="Data-parallel rank.")]
 DpWorldSize = Annotated[int, Query(ge=1, le=_MAX_DP_WORLD_SIZE, description="Number of ranks.")]
+GroupName = Annotated[
+    str, Path(min_length=1, max_length=512, description="Name of its group.", examples=["task-7"])
+]
+Sample = Annotated[int, Path(ge=0, le=_LARGEST, description="Its sample, from 0.", examples=[0])]
+Attempt = Annotated[int, Query(ge=0, le=_LARGEST, description="Number of its retry.")]
+State = Annotated[
+    TrajectoryState | None, Query(description="The only state of `states`; all by default.")
+]
 
 _BYTES: Final[dict[int | str, dict[str, Any]]] = {
     200: {
@@ -46,6 +60,53 @@ _BYTES: Final[dict[int | str, dict[str, Any]]] = {
         },
     }
 }
+
+
+class StateFacts(BaseModel):
+    """The trajectories of one state."""
+
+    count: int
+    reasons: dict[str, int] = Field(description="Number of trajectories by reason.")
+    held_bytes: int = Field(description="Bytes of their payload in the store.")
+
+
+class Prompts(BaseModel):
+    """Numbers of the prompts that were added to the run."""
+
+    added: int
+    left: int
+    given: int
+    trained: int
+    filtered: int
+
+
+class Ledger(BaseModel):
+    """Where the trajectories of a run are. Without a query, the counts add up to `accepted`."""
+
+    run: str
+    accepted: int
+    conflicts: int = Field(description="Writes that were refused because of another content.")
+    last_conflict: str
+    late_rewards: int
+    planned: int
+    stepped: int
+    committed: int
+    lineage: str
+    rollbacks: list[dict[str, Any]]
+    origin: dict[str, Any] | None
+    states: dict[TrajectoryState, StateFacts] = Field(
+        description="Only states that occur, or the state of the query."
+    )
+    prompts: Prompts
+    budget: dict[str, Any] = Field(description="Bytes of the run, and their limits.")
+    full: str | None = Field(description="Why the run takes no more bytes; null if it does.")
+
+
+class Waits(BaseModel):
+    """Why a run waits, the most important reason first."""
+
+    run: str
+    reasons: list[Reason]
 
 
 class BatchLine(BaseModel):
@@ -117,6 +178,51 @@ class Batch(BaseModel):
     figures: dict[str, Any] | None = Field(None, description="Statistics of tags and metrics.")
     mini_batches: list[MiniBatch] = Field(description="Empty if the batch is released.")
     trajectories: list[PastTrajectory] | None = Field(None, description="Only of a released batch.")
+
+
+@router.get("/runs/{run}/ledger", response_model=Ledger, summary="Count trajectories")
+async def get_ledger(run: RunName, caller: Read, state: State = None) -> Response:
+    """Return the number of trajectories by state and reason, and the bytes that they hold."""
+
+    def read(client: redis.Redis) -> dict[str, Any]:
+        facts = ledger_facts(client, open_run(client, run))
+        if state is not None:
+            facts["states"] = {k: v for k, v in facts["states"].items() if k == state.value}
+        return facts
+
+    return await caller.answer(Ledger, read)
+
+
+@router.get(
+    "/runs/{run}/trajectories/{group:path}/{sample}",
+    response_model=Trajectory,
+    summary="Show a trajectory",
+)
+async def get_trajectory(
+    run: RunName, group: GroupName, sample: Sample, caller: Read, attempt: Attempt = 0
+) -> Response:
+    """Return state, reason and events of one trajectory, the events in order."""
+
+    def read(client: redis.Redis) -> Trajectory:
+        name = f"{group}/{sample}/{attempt}"
+        return read_history(client, open_run(client, run), name)
+
+    return await caller.answer(Trajectory, read)
+
+
+@router.get("/runs/{run}/waits", response_model=Waits, summary="Explain why a run waits")
+async def get_waits(run: RunName, caller: Read) -> Response:
+    """Return why a run waits, the most important reason first.
+
+    The kinds are those of `turnstream why`; docs/waits.md has an example of each.
+    """
+
+    def read(client: redis.Redis) -> dict[str, Any]:
+        run_id = open_run(client, run)
+        found = reasons(read_snapshot(client, run_id))
+        return {"run": run_id, "reasons": [reason._asdict() for reason in found]}
+
+    return await caller.answer(Waits, read)
 
 
 @router.get("/runs/{run}/batches", response_model=BatchList, summary="List batches")
