@@ -45,13 +45,10 @@ _BEARER: Final = "bearer "
 
 
 class _Found(NamedTuple):
-    """Answer of the store.
+    """Answer of the store; `key` is None for none.
 
-    Attributes:
-        key: the stored key; None for none.
-        asked_s: time of the last read, also of one that failed.
-        answered_s: time of the last answer.
-        expires_s: time at which the store will refuse the key; inf for no end.
+    `asked_s` is the time of the last read, also of one that failed, `answered_s` of the last
+    answer, `expires_s` that at which the store will refuse the key.
     """
 
     key: ApiKey | None
@@ -107,9 +104,8 @@ class KeyChecks:
     async def identify(self, secret: str) -> ApiKey:
         """Return what a key allows.
 
-        Raises:
-            UnknownKeyError: there is no key, or it is unknown, revoked or expired.
-            UnavailableError: the store does not answer.
+        UnknownKeyError for no key, or one that is unknown, revoked or expired; UnavailableError if
+        the store does not answer.
         """
         if not secret:
             if self.requires_key:

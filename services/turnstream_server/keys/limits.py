@@ -43,15 +43,11 @@ _PRESENT: ContextVar[Place | None] = ContextVar("place", default=None)
 
 
 class TokenBucket:
-    """Units that may be used at once, refilled at a rate.
+    """Units that may be used at once, refilled at a rate per second of any clock.
 
     >>> bucket = TokenBucket(1.0, now_s=0.0)
     >>> [bucket.missing_s(1, now_s=0.0), bucket.take(2), bucket.missing_s(1, now_s=0.25)]
     [0.0, None, 0.75]
-
-    Args:
-        rate: units per second.
-        now_s: seconds of any clock that does not go back.
     """
 
     def __init__(self, rate: float, *, now_s: float) -> None:
@@ -77,12 +73,7 @@ class TokenBucket:
 
 
 class Meter:
-    """Use of one key.
-
-    Args:
-        limits: those of the key.
-        now_s: present time.
-    """
+    """Use of one key with these limits."""
 
     def __init__(self, limits: KeyLimits, *, now_s: float) -> None:
         self.limits = limits
@@ -90,10 +81,7 @@ class Meter:
         self._bytes = _bucket(limits.bytes_per_s, now_s=now_s)
 
     def admit(self, num_bytes: int, *, now_s: float) -> float:
-        """Count a request and return 0, or return the seconds until it can be admitted.
-
-        `num_bytes` are those of its body, as far as they are known.
-        """
+        """Count a request with a body of known bytes; return 0, or the seconds until it can be."""
         wanted = ((self._requests, 1), (self._bytes, num_bytes))
         buckets = [(bucket, amount) for bucket, amount in wanted if bucket is not None]
         wait_s = max((each.missing_s(n, now_s=now_s) for each, n in buckets), default=0.0)
@@ -126,11 +114,7 @@ class Meters:
         return meter
 
     def admit(self, key: ApiKey, *, num_bytes: int, now_s: float) -> None:
-        """Count a request whose `num_bytes` are known.
-
-        Raises:
-            RejectedError: it is too large, or the key has used its rate: see `retry_after_s`.
-        """
+        """Count a request; RejectedError for a body or a rate above the limits of its key."""
         most = key.limits.max_body_bytes
         if most is not None and num_bytes > most:
             raise RejectedError(
@@ -212,12 +196,7 @@ class Places:
 
 
 class _Queue:
-    """The requests of one owner.
-
-    Attributes:
-        num_present: all of them.
-        num_taken: those in work.
-    """
+    """The requests of one owner; `num_taken` of them are in work."""
 
     def __init__(self, places: Places, owner: str) -> None:
         self.num_present = 0
@@ -298,13 +277,7 @@ async def without_place() -> AsyncIterator[None]:
 
 
 class Held:
-    """Counts requests of one kind that are held for long.
-
-    Args:
-        what: names them in an error.
-        num: most of them in the process.
-        num_of_key: most of them of one key.
-    """
+    """Counts requests of one kind that are held for long, in the process and of each key."""
 
     def __init__(self, what: str, *, num: int, num_of_key: int) -> None:
         self._what = what

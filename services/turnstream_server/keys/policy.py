@@ -29,15 +29,7 @@ def requires_key(
     """Return whether requests need a key, after the key of the file was stored.
 
     They need one on every address that other machines reach, and wherever a file of a key is set.
-
-    Args:
-        client: the store.
-        host: address to listen on.
-        key_file: file with the key of the services, created if it is missing; None for none.
-        is_insecure: requests need no key.
-
-    Raises:
-        InvalidConfigError: other machines reach the address, and there is no key.
+    InvalidConfigError if other machines reach the address, and there is no key.
     """
     if key_file is not None and add_service_key(client, ensure_key_file(key_file)):
         logger.info("the key of %s is stored as %r, with all roles", key_file, SERVICE)
@@ -72,10 +64,8 @@ def is_loopback(host: str) -> bool:
 def ensure_key_file(path: Path) -> str:
     """Return the key in a file; a missing file is created with a new key, for its owner alone.
 
-    The first one wins if several processes create it at the same time.
-
-    Raises:
-        InvalidConfigError: the file cannot be read or written, or has no key.
+    The first one wins if several processes create it at the same time. InvalidConfigError if the
+    file cannot be read or written, or has no key.
     """
     if not path.exists():
         try:

@@ -51,12 +51,9 @@ class ApiKey(NamedTuple):
 
     Attributes:
         key_id: hash of the key, hexadecimal.
-        name: for people.
-        roles: see `Role`.
         runs: names of the runs that the key may use; empty for all.
         created_ms: server ms.
         expires_ms: server ms from which on the key is refused; None for no end.
-        limits: see `KeyLimits`.
         owner: owner of the models and checkpoints that are made with the key. Another key of the
             same name has the same owner. Not stored.
     """

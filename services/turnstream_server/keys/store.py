@@ -49,19 +49,8 @@ def create_key(
 ) -> str:
     """Create a key, and return its secret, which is shown this once.
 
-    Args:
-        client: the store.
-        name: for people.
-        roles: at least one.
-        runs: names of the runs that it may use; empty for all.
-        expires_s: seconds until it expires; None for no end.
-        limits: those of its requests.
-        secret: the key itself; None makes one.
-
-    Raises:
-        BatchingError: no role, an unknown one, an end that is not in the future, a name that no run
-            can have, or another value that cannot be.
-        ConflictError: another key has the name.
+    `runs` are the names that it may use, empty for all. BatchingError for a wrong value,
+    ConflictError if another key has the name.
     """
     _check(name, roles=roles, runs=runs, expires_s=expires_s, limits=limits)
     secret = secret or new_secret()
@@ -103,11 +92,7 @@ def list_keys(client: redis.Redis) -> list[ApiKey]:
 
 
 def revoke_key(client: redis.Redis, name: str) -> None:
-    """Delete every key of a name as `list_keys` has it; services refuse them a second later.
-
-    Raises:
-        RunNotFoundError: there is none.
-    """
+    """Delete every key of a name as `list_keys` has it; services refuse them a second later."""
     found = [key_id for key_id, key in _stored(client).items() if key.name == name]
     if not found:
         raise RunNotFoundError(f"there is no key {name!r}")

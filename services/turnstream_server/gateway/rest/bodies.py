@@ -88,11 +88,8 @@ class Part(BaseModel):
 async def read_content(request: Request, *, media_type: str = JSON) -> bytes:
     """Return the decompressed body of a request.
 
-    Raises:
-        HTTPException: 413 for a body above the limit of its key, compressed or not, or for JSON
-            above MAX_JSON_BYTES; 415 for a Content-Encoding other than gzip and zstd; 429 as of
-            `RequestBody`.
-        RecordError: the body cannot be decompressed.
+    HTTPException 413 for a body above the limit of its key or MAX_JSON_BYTES, 415 for an unknown
+    Content-Encoding, 429 as of `RequestBody`. RecordError if it cannot be decompressed.
     """
     sent = body_of(request)
     limit = min(sent.limit, MAX_JSON_BYTES) if media_type == JSON else sent.limit
@@ -147,17 +144,10 @@ def media_type_of(request: Request, *, accepted: tuple[str, ...]) -> str:
 def decompress(
     body: bytes, *, encoding: str, limit: int, count: Callable[[int], None] = lambda _: None
 ) -> bytes:
-    """Return the content of a compressed body; never more than `limit` bytes are made.
+    """Return the content of a gzip or zstd body; never more than `limit` bytes are made.
 
-    Args:
-        body: the whole body.
-        encoding: "gzip" or "zstd".
-        limit: most bytes of the content.
-        count: is called with the number of new bytes, and may raise an error.
-
-    Raises:
-        HTTPException: 413 for more than `limit` bytes.
-        RecordError: the body is damaged, is cut off, or has more than MAX_MEMBERS parts.
+    `count` is called with the number of new bytes, and may raise an error. HTTPException 413 above
+    `limit`; RecordError for a body that is damaged, cut off, or has more than MAX_MEMBERS parts.
     """
     pieces = _gzip_pieces(body) if encoding == "gzip" else _zstd_pieces(body)
     content = bytearray()
@@ -206,12 +196,7 @@ def _zstd_pieces(body: bytes) -> Iterator[bytes]:
 
 
 def parse_body(body: bytes, model: type[_Model]) -> _Model:
-    """Return the content of a JSON body.
-
-    Raises:
-        RecordError: the body is no JSON.
-        InvalidTurnError: a field is missing, unknown or of a wrong type; names its place.
-    """
+    """Return the content of a JSON body; RecordError, or InvalidTurnError with the wrong field."""
     try:
         return model.model_validate(from_json(body, cache_strings="keys"))
     except ValidationError as error:

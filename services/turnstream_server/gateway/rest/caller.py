@@ -133,12 +133,7 @@ RunName = Annotated[
 
 
 class Caller(NamedTuple):
-    """Who asks.
-
-    Attributes:
-        key: roles, runs and limits of the caller.
-        gateway: the state of the process.
-    """
+    """The key of a request, and the state of the process."""
 
     key: ApiKey
     gateway: Gateway
@@ -151,10 +146,7 @@ class Caller(NamedTuple):
     async def answer(
         self, kind: type[Any], read: Callable[[redis.Redis], Any], *, status: int = 200
     ) -> Response:
-        """Return a response with the result of a call of the store, checked as this kind.
-
-        All of it is made in a thread.
-        """
+        """Return a result of the store as a response, checked as this kind, all in a thread."""
 
         def encoded(client: redis.Redis) -> bytes:
             content = _adapter(kind)
@@ -169,13 +161,9 @@ def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
 
 
 def needs(role: Role | None) -> Callable[..., Awaitable[Caller]]:
-    """Return a dependency that returns the caller of a request, if its key has the role.
+    """Return a dependency that returns the caller of a request; None accepts every role.
 
-    None accepts every role.
-
-    Raises:
-        UnknownKeyError: no key, or one that is not accepted.
-        AccessDeniedError: the key does not have the role, or may not use the run.
+    UnknownKeyError for a key that is not accepted, AccessDeniedError for another role or run.
     """
 
     async def caller(

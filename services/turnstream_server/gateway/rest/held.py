@@ -59,12 +59,9 @@ def held_calls(gateway: Gateway, awaited: str, what: str, *, wait_s: float) -> B
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Return the result of some work; it is cancelled when the client disconnects.
+    """Return the result of some work; HTTPException if the client disconnects, which cancels it.
 
     The body of the request must have been read.
-
-    Raises:
-        HTTPException: the client has disconnected; it does not get this response.
     """
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_disconnected(request))

@@ -23,24 +23,14 @@ _FIRST_WORDS: Final = first_words((*SCRIPTS, *SINGLE_SCRIPTS))
 
 
 class StoreLink(NamedTuple):
-    """A connection.
-
-    Attributes:
-        link: the connection, which knows the scripts and never connects again on its own.
-        process: process of the store that it reaches.
-    """
+    """A connection that never connects again on its own, and the process that it reaches."""
 
     link: AsyncLink
     process: StoreProcess
 
 
 class StoreLinks:
-    """Connections, each borrowed by one request.
-
-    Args:
-        url: address of the store.
-        max_links: most connections at the same time.
-    """
+    """Connections to the store, each borrowed by one request; at most `max_links`."""
 
     def __init__(self, url: str, *, max_links: int) -> None:
         self._url = url
@@ -54,9 +44,7 @@ class StoreLinks:
     async def borrow(self) -> AsyncIterator[StoreLink]:
         """Lend a connection to the block. An error inside ends it, and all that are idle.
 
-        Raises:
-            RedisError, OSError: the store cannot be reached, or all connections are in use for
-                long.
+        RedisError or OSError if the store cannot be reached, or all are in use for long.
         """
         await self._acquire()
         try:

@@ -34,12 +34,7 @@ _ALONE: Final = frozenset({"read_turns", "await_wake", "next_task", "read_group"
 
 
 class PlannedCalls(NamedTuple):
-    """The calls of one request.
-
-    Attributes:
-        message: as it was sent.
-        requests: each call, or the error of one that is refused.
-    """
+    """The message of a request, and each of its calls, or why that one is refused."""
 
     message: wire.Calls
     requests: Sequence[Request | ResponseError]
@@ -73,12 +68,7 @@ class PlannedCalls(NamedTuple):
 
 
 def read_calls(body: bytes, key: ApiKey) -> PlannedCalls:
-    """Return the calls of a body, checked for this key.
-
-    Raises:
-        RecordError: the body is no message, or has too many calls.
-        AccessDeniedError: the key may not use the run.
-    """
+    """Return the calls of a body for this key; RecordError, or AccessDeniedError for the run."""
     check_fields(body, wire.Calls.DESCRIPTOR, most=MAX_FIELDS)
     message = parse_message(wire.Calls, body)
     kinds = [call.WhichOneof("kind") for call in message.calls]

@@ -49,13 +49,7 @@ _BYTES: Final = {"schema": {"type": "string", "format": "binary"}}
 
 
 class _State(NamedTuple):
-    """Connections to the store, and the held requests.
-
-    Attributes:
-        links: for scripts.
-        client: for the records of trajectories that are adopted.
-        held: waits for capacity.
-    """
+    """Connections for scripts, a client for records of adopted trajectories, and held waits."""
 
     links: StoreLinks
     client: redis.Redis

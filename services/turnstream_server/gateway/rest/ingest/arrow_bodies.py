@@ -67,12 +67,8 @@ def parse_trajectories(body: bytes) -> list[Write]:
     """Return a write per trajectory, in the order of their first rows.
 
     A trajectory's turns are its rows, in order. The fields of its group and of its seal are those
-    of its last row.
-
-    Raises:
-        RecordError: the body is no Arrow IPC stream, is cut off, or has compressed buffers.
-        InvalidTurnError: there are too many rows or values; a column is unknown, missing or of a
-            wrong type; or a value is wrong, which is named by its row, as in `rows.3.logprobs`.
+    of its last row. RecordError for a damaged or compressed stream. InvalidTurnError names a wrong
+    column, or a row and its value, as in `rows.3.logprobs`.
     """
     members: dict[TrajectoryKey, list[_Row]] = {}
     for row in _rows(body, COLUMNS, required=REQUIRED, most=MAX_TURNS):
@@ -83,21 +79,13 @@ def parse_trajectories(body: bytes) -> list[Write]:
 
 
 def parse_turns(body: bytes) -> list[Write]:
-    """Return a write per row: one turn, and the end of its trajectory where `seal` is true.
-
-    Raises:
-        RecordError, InvalidTurnError: as of `parse_trajectories`.
-    """
+    """Return a write per row: one turn, and the end of its trajectory where `seal` is true."""
     rows = _rows(body, TURN_COLUMNS, required=REQUIRED_OF_TURNS)
     return checked_items(rows, _turn_write, place="rows")
 
 
 def parse_groups(body: bytes) -> list[Opening]:
-    """Return a group to open per row.
-
-    Raises:
-        RecordError, InvalidTurnError: as of `parse_trajectories`.
-    """
+    """Return a group to open per row."""
     rows = [*_rows(body, GROUP_COLUMNS, required=REQUIRED_OF_GROUPS)]
     check_num_members(values for _, values in rows)
     return checked_items(rows, lambda _, values: opening_of(values), place="rows")

@@ -19,12 +19,7 @@ _NO_CHILDREN: Final = (pa.string(), pa.large_string(), pa.binary(), pa.large_bin
 
 
 class Kind(NamedTuple):
-    """A type that a column may have.
-
-    Attributes:
-        name: for errors.
-        accepts: whether it has a type.
-    """
+    """Types that a column may have, with their name for errors."""
 
     name: str
     accepts: Callable[[pa.DataType], bool]

@@ -89,12 +89,7 @@ async def open_members(
 
 
 class Outcome(NamedTuple):
-    """The outcome of a write.
-
-    Attributes:
-        error: why it was refused; None if it is stored.
-        next_turn: index of the next turn; None if it is not known.
-    """
+    """Why a write was refused, None if it is stored; and the index of the next turn, if known."""
 
     error: TurnstreamError | None
     next_turn: int | None = None
@@ -107,13 +102,7 @@ class _Sent(NamedTuple):
 
 
 class Delivery:
-    """Delivers the writes of one request, whose trajectories are locked.
-
-    Args:
-        run_writer: the writer of the request.
-        client: client of the store.
-        slots: the places of all trajectories of the writes.
-    """
+    """Delivers the writes of one request, whose trajectories are locked."""
 
     def __init__(self, run_writer: RunWriter, client: redis.asyncio.Redis, slots: Slots) -> None:
         self._run_writer = run_writer
@@ -126,9 +115,7 @@ class Delivery:
     async def deliver(self, writes: Sequence[Write]) -> list[Outcome]:
         """Return the outcome of each write, once the store has acknowledged or refused it.
 
-        Raises:
-            RunNotFoundError: the run was deleted.
-            StoreUnavailableError: the store cannot be reached to open a group.
+        RunNotFoundError if the run was deleted; StoreUnavailableError if no group can be opened.
         """
         await self._open_new(writes)
         await self._settle(await self._send(writes))

@@ -50,13 +50,9 @@ logger = logging.getLogger(__name__)
 
 
 class Slot:
-    """The place of one trajectory in the cache.
+    """The place of one trajectory in the cache. The request that writes it holds the lock.
 
-    Attributes:
-        key: the trajectory.
-        lock: held by the request that writes it.
-        writer: its writer; None while it is not open here.
-        used_s: time of the last request that named it.
+    `writer` is None while it is not open here; `used_s` is the time of the last request.
     """
 
     __slots__ = ("key", "lock", "used_s", "writer")
@@ -88,13 +84,10 @@ class RunWriter(AsyncPublisher):
     An admission never waits here.
 
     Attributes:
-        lease_s: length of a lease of the run.
         is_shared: no client named itself, so that each trajectory is a client of its own.
         slots: its trajectories.
         recent: the open ones among them with the bytes of their tokens, the last named at the end.
-        num_bytes: sum of these bytes.
         num_active: requests that use it.
-        used_s: time of the last request.
     """
 
     _writer_kind = IngestWriter
@@ -211,12 +204,7 @@ RunWriters = dict[tuple[str, str], RunWriter]
 
 
 class Publishers:
-    """All publishers of one gateway process.
-
-    Args:
-        url: address of the store.
-        client: client of the store.
-    """
+    """All publishers of one gateway process."""
 
     def __init__(self, url: str, client: redis.asyncio.Redis) -> None:
         self._url = url
@@ -232,12 +220,7 @@ class Publishers:
     ) -> AsyncIterator[tuple[RunWriter, Slots]]:
         """Yield a writer of the run that has this name now, and the locked places of trajectories.
 
-        The writers of an owner are its own, as those of another process.
-
-        Raises:
-            RunNotFoundError: no such run.
-            RejectedError: too many writers are active.
-            StoreUnavailableError: the store cannot be reached.
+        RunNotFoundError for no such run, RejectedError for too many active writers.
         """
         run_writer = await self._found(run, writer, owner=owner, is_shared=is_shared)
         run_writer.num_active += 1

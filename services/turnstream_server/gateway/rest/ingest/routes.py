@@ -102,12 +102,7 @@ class RequestKeys:
         self._hashes: OrderedDict[tuple[str, ...], bytes] = OrderedDict()
 
     def check(self, found: bytes, *scope: str) -> None:
-        """Raise InvalidTurnError if the same key came with another body.
-
-        Args:
-            found: hash of the decompressed body.
-            scope: id of the API key, path, and the idempotency key.
-        """
+        """Raise InvalidTurnError if the same key came with a body of another hash."""
         known = self._hashes.setdefault(scope, found)
         self._hashes.move_to_end(scope)
         if len(self._hashes) > MAX_KEYS:
@@ -127,13 +122,7 @@ def add_ingest_state(app: FastAPI, gateway: Gateway) -> None:
 
 
 class IngestCall:
-    """One request of an ingest route, and the writer that it stands for.
-
-    Attributes:
-        run: name of the run.
-        caller: who asks.
-        writer_name: name of the writer; by default all requests of a key have the same.
-    """
+    """One request of an ingest route, and the writer that it stands for."""
 
     def __init__(
         self, request: Request, run: str, caller: Caller, writer: str | None, key: str | None
@@ -148,12 +137,10 @@ class IngestCall:
     async def parsed(
         self, *, json: Callable[[bytes], _Parsed], arrow: Callable[[bytes], _Parsed]
     ) -> _Parsed:
-        """Return the body as its parser has it, a function of a module; see `Parsers.run`.
+        """Return the body as its parser, a function of a module, returns it; see `Parsers.run`.
 
-        Raises:
-            HTTPException: 413 or 415, as of `media_type_of` and `read_content`.
-            InvalidTurnError: something in it is wrong, or its idempotency key is that of another.
-            RecordError: it cannot be read.
+        InvalidTurnError for an idempotency key that came with another body; others as of
+        `media_type_of`, `read_content` and the parser.
         """
         media_type = media_type_of(self._request, accepted=(JSON, ARROW))
         body = await read_content(self._request, media_type=media_type)
@@ -302,8 +289,6 @@ class Answered(NamedTuple):
     Attributes:
         head: fields of its result that name it.
         stored: further fields of its result if it is stored.
-        error: why it is not stored; None if it is.
-        group: the group that it opens; None if it opens none.
     """
 
     head: Mapping[str, Any]
@@ -347,13 +332,7 @@ def is_wait(error: TurnstreamError | None) -> bool:
 
 
 def _item_problem(error: TurnstreamError, *, field: str, reasons: Sequence[WaitReason]) -> Problem:
-    """Return the problem of an item.
-
-    Args:
-        error: why it is refused.
-        field: path of the item, before the field of the error.
-        reasons: why the run admits no group now; used for a 429.
-    """
+    """Return the problem of an item at this path; the reasons are those of a 429."""
     problem = problem_of(error)
     if isinstance(error, InvalidTurnError):
         problem.field = f"{field}.{error.field}"

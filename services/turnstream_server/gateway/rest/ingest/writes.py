@@ -127,9 +127,7 @@ class Write:
 class IngestWriter(AsyncTrajectoryWriter):
     """The writer of one open trajectory. A write returns its receipt at once.
 
-    Attributes:
-        num_turns: turns so far, stored ones of an adopted trajectory included.
-        num_bytes: bytes of their tokens, which are kept to recognise later prompts.
+    `num_turns` includes stored turns of an adopted trajectory, `num_bytes` are those of all tokens.
     """
 
     num_turns: int = 0

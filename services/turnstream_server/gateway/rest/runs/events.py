@@ -91,15 +91,10 @@ def add_event_state(app: FastAPI) -> None:
 
 
 class EventFollower:
-    """Reads the events of a run in order, from a position on, without a gap.
-
-    Args:
-        gateway: the state of the process.
-        run: id of the run.
-        after: id of the event before the first; `BEGINNING` for all stored ones.
+    """Reads the events of a run in order, after a position, without a gap.
 
     Attributes:
-        position: id of the newest event that was read.
+        position: id of the newest event that was read; `BEGINNING` before all.
         is_deleted: the run was deleted, and no event follows.
     """
 
@@ -118,8 +113,7 @@ class EventFollower:
     async def read(self) -> list[EventEntry]:
         """Return the next stored events, at most one slice; none at the end.
 
-        Raises:
-            ReleasedError: events after the position may have been deleted.
+        ReleasedError if events after the position may have been deleted.
         """
         client, names = self._gateway.client, self._names
         # A deletion of the run after this read moves the stream `wake`.
@@ -139,11 +133,7 @@ class EventFollower:
         return entries
 
     async def wait(self, *, timeout_s: float) -> None:
-        """Return when there may be another event, or the run may be deleted.
-
-        Raises:
-            UnavailableError: the process stops.
-        """
+        """Return when there may be another event, or the run may be deleted."""
         known = {self._names.events: self.position, self._names.wake: self._wake_id}
         await self._gateway.streams.wait(known, timeout_s=timeout_s)
 
