@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 import turnstream
 from testkit import gateways, group, ids, servers, wait_until
+from testkit.certificates import certificates as certificates
 from testkit.gateway_thread import GatewayThread
 from testkit.generator_calls import SETTINGS, write_everything
 from testkit.sent_calls import SESSION_RUN, Sent
@@ -20,7 +19,6 @@ from turnstream.errors import NotReadyError
 from turnstream.wire.v1 import calls_pb2 as wire
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway.rest.generators import route
-from turnstream_server.tls import Tls
 
 _numbers = itertools.count(1)
 
@@ -39,24 +37,6 @@ new_gateway, gateway = gateways.new_gateway, gateways.gateway
 def url_of(server: EmbeddedServer, gateway: GatewayThread) -> Callable[[str], str]:
     """`url_of("http")` is the address of the gateway, `url_of("redis")` that of the store."""
     return {"redis": server.url, "http": gateway.base_url}.__getitem__
-
-
-class Certificates(NamedTuple):
-    """Files of a service, and the certificate that its clients trust."""
-
-    tls: Tls
-    ca: Path
-
-
-@pytest.fixture(scope="session")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    """A certificate for this machine, signed by itself."""
-    folder = tmp_path_factory.mktemp("certificates")
-    new = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-    names = ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
-    files = ["-keyout", "server.key", "-out", "server.pem", "-days", "2"]
-    subprocess.run(["openssl", *new, *names, *files], cwd=folder, check=True, capture_output=True)
-    return Certificates(Tls(folder / "server.pem", folder / "server.key"), folder / "server.pem")
 
 
 class Connected(NamedTuple):

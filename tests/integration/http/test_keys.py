@@ -82,7 +82,9 @@ def test_generator_needs_the_role_produce_alone(
     assert RunReader(client, run).counts() == {"accepted": 5, "sealed": 5}
 
 
-def test_reader_cannot_write(gateway: GatewayThread, run: str, new_key: Any) -> None:
+def test_key_writes_only_with_its_role_and_to_its_runs(
+    gateway: GatewayThread, client: redis.Redis, run: str, new_run: Any, new_key: Any
+) -> None:
     with turnstream.connect(gateway.base_url, api_key=new_key("read")) as service:
         opened = service.run(run)
         assert opened.config.batch_groups == 100
@@ -94,14 +96,7 @@ def test_reader_cannot_write(gateway: GatewayThread, run: str, new_key: Any) -> 
         with pytest.raises(AccessDeniedError, match="needed is train"):
             opened.batches(timeout_s=1)
 
-
-def test_key_of_one_run_cannot_write_to_another(
-    gateway: GatewayThread, client: redis.Redis, run: str, new_run: Any, new_key: Any
-) -> None:
-    other = new_run(client)
-
-    url = with_key(gateway.base_url, new_key("produce", runs=[run]))
-
+    other, url = new_run(client), with_key(gateway.base_url, new_key("produce", runs=[run]))
     with (
         Publisher(url, other) as publisher,
         pytest.raises(AccessDeniedError, match=f"may use the runs {run}, and not '{other}'"),
@@ -207,10 +202,10 @@ def test_revoked_key_ends_a_publisher(
         publisher.close()
 
 
-def test_limited_rate_delays_and_fails_nothing(
+def test_limited_rate_delays_and_a_large_body_is_an_error(
     gateway: GatewayThread, client: redis.Redis, run: str, new_key: Any
 ) -> None:
-    key = new_key("produce", limits=KeyLimits(requests_per_s=4.0))
+    key = new_key("produce", limits=KeyLimits(requests_per_s=4.0, max_body_bytes=200_000))
 
     with turnstream.connect(gateway.base_url, api_key=key) as service:
         opened = service.run(run)
@@ -218,24 +213,13 @@ def test_limited_rate_delays_and_fails_nothing(
             for number in range(12):
                 publisher.publish(group(f"g{number}")).result()
             num_retries = publisher.statistics().num_retries
+            assert RunReader(client, run).counts() == {"accepted": 24, "sealed": 24}
+            open_ = publisher.trajectory("h", 0, num_samples=1)
+            with pytest.raises(RejectedError, match="HTTP 413: the body has more than 200000"):
+                open_.append(ids("a"), ids("B" * 100_000)).result(30)
         assert opened.config.batch_groups == 100
 
     assert num_retries == 0
-    assert RunReader(client, run).counts() == {"accepted": 24, "sealed": 24}
-
-
-def test_too_large_body_of_a_key_is_an_error_of_the_caller(
-    gateway: GatewayThread, run: str, new_key: Any
-) -> None:
-    key = new_key("produce", limits=KeyLimits(max_body_bytes=200_000))
-
-    with turnstream.connect(gateway.base_url, api_key=key) as service:
-        publisher = service.run(run).publisher("w")
-        publisher.publish(group("g")).result()
-        open_ = publisher.trajectory("h", 0, num_samples=1)
-        with pytest.raises(RejectedError, match="HTTP 413: the body has more than 200000 bytes"):
-            open_.append(ids("a"), ids("B" * 100_000)).result(30)
-        publisher.close()
 
 
 def test_certificates_of_the_gateway_are_checked(
@@ -260,26 +244,20 @@ def test_certificates_of_the_gateway_are_checked(
         Publisher(url, run)
 
 
-def test_other_server_is_named(server: Any, gateway: GatewayThread) -> None:
+def test_other_address_is_refused(server: Any, gateway: GatewayThread) -> None:
     with pytest.raises(RejectedError, match=r"/api is no gateway of this release: HTTP 404"):
         turnstream.connect(f"{gateway.base_url}/api")
     with pytest.raises(StoreUnavailableError, match="no gateway answers at"):
         turnstream.connect(f"http://{address_of(server.url)}")
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("http://", "it has no host"),
-        ("http://me:tml-x@host", "it has a user"),
-        ("http://host/?key=1", "a part after"),
-        ("http://host:99999", "not the address of a store"),
-    ],
-)
-def test_other_address_is_refused(url: str, message: str) -> None:
-    with pytest.raises(InvalidConfigError, match=message) as refused:
-        turnstream.connect(url)
-    assert "tml-x" not in str(refused.value)
+    for url, message in {
+        "http://": "it has no host",
+        "http://me:tml-x@host": "it has a user",
+        "http://host/?key=1": "a part after",
+        "http://host:99999": "not the address of a store",
+    }.items():
+        with pytest.raises(InvalidConfigError, match=message) as refused:
+            turnstream.connect(url)
+        assert "tml-x" not in str(refused.value)
 
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,11 +52,10 @@ def body_of(*requests: Any) -> wire.Calls:
 # ------------------------------------------------------------------------------ keys
 
 
-def test_session_has_sent_every_kind_of_call(sent: dict[str, list[Sent]]) -> None:
-    assert {*sent} == {*CALL_ROLES}
-
-
 def test_every_call_needs_one_of_its_roles(sent: dict[str, list[Sent]]) -> None:
+    assert {*sent} == {*CALL_ROLES}
+    for name, (each, *_) in sent.items():
+        assert "has the roles , needed is read" in refusal(each.alone(), key_with()), name
     for name, roles in CALL_ROLES.items():
         for role in ROLES:
             for each in sent[name][:20]:
@@ -73,11 +72,6 @@ def test_every_call_is_bound_to_the_runs_of_its_key(sent: dict[str, list[Sent]])
             text = refusal(each.alone(), others)
             assert text.startswith("BODY key 'test' may use the runs another"), text
             assert refusal(each.alone(), its) == ""
-
-
-def test_key_without_a_role_is_denied_everything(sent: dict[str, list[Sent]]) -> None:
-    for name, (each, *_) in sent.items():
-        assert "has the roles , needed is read" in refusal(each.alone(), key_with()), name
 
 
 # ------------------------------------------------------------------------------ bodies
@@ -183,27 +177,30 @@ def test_record_of_another_trajectory_is_refused(sent: dict[str, list[Sent]]) ->
     assert refusal(stored).startswith("INVALID the record is one of")
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"logprobs": np.array([np.nan], np.float32)}, "logprobs"),
-        ({"logprobs": np.array([1.0], np.float32)}, "logprobs"),
-        ({"rewards": np.array([np.inf], np.float32)}, "rewards"),
-        ({"token_ids": np.array([-1, 5], np.int32)}, "token_ids"),
-        ({"version_runs": (VersionRun(-2, 1),)}, "version_runs"),
-        ({"extras": {"x": ExtraPiece(0, np.array([np.nan], np.float32))}}, "extras"),
-        ({"index": 3}, "turn 3 stands at 0"),
-    ],
-)
-def test_turn_with_other_numbers_is_refused(fields: dict[str, Any], message: str) -> None:
+WRONG_TURNS: list[tuple[dict[str, Any], str]] = [
+    ({"logprobs": np.array([np.nan], np.float32)}, "logprobs"),
+    ({"logprobs": np.array([1.0], np.float32)}, "logprobs"),
+    ({"rewards": np.array([np.inf], np.float32)}, "rewards"),
+    ({"token_ids": np.array([-1, 5], np.int32)}, "token_ids"),
+    ({"version_runs": (VersionRun(-2, 1),)}, "version_runs"),
+    ({"extras": {"x": ExtraPiece(0, np.array([np.nan], np.float32))}}, "extras"),
+    ({"index": 3}, "turn 3 stands at 0"),
+]
+
+
+def test_turn_with_other_numbers_is_refused() -> None:
     plain = {"index": 0, "parent_turn": -1, "shared_tokens": 0, "num_response_tokens": 1}
     tokens = {"token_ids": np.array([1, 5], np.int32)}
-    record = encode_turn(StoredTurn(**{**plain, **tokens, **fields}))
-
-    text = refusal(body_of(AppendTurns("maze", "w", "g/0/0", 1, records=[record])))
-
-    assert text.startswith("INVALID ")
-    assert message in text
+    long = bytes(MAX_RECORD_BYTES + 1)
+    records = {
+        encode_turn(StoredTurn(**{**plain, **tokens, **fields})): message
+        for fields, message in WRONG_TURNS
+    }
+    records[long] = f"turn 0 has {len(long)} bytes, more than {MAX_RECORD_BYTES}"
+    for record, message in records.items():
+        text = refusal(body_of(AppendTurns("maze", "w", "g/0/0", 1, records=[record])))
+        assert text.startswith("INVALID "), message
+        assert message in text
 
 
 def test_several_large_records_in_one_call_are_refused() -> None:
@@ -222,35 +219,25 @@ def test_several_large_records_in_one_call_are_refused() -> None:
             assert ("records of one call have" in text) == is_large, (make.__name__, text)
 
 
-def test_turn_above_the_limit_of_a_record_is_refused() -> None:
-    record = bytes(MAX_RECORD_BYTES + 1)
+WRONG_SEALS: list[tuple[dict[str, Any], str]] = [
+    ({"reward": float("nan")}, "reward"),
+    ({"turn_rewards": (float("inf"),)}, "turn_rewards"),
+    ({"reward_components": {"style": float("nan")}}, "reward_components"),
+    ({"metrics": {"length": 1e300}}, "metrics"),
+    ({"tags": {"kind": "x" * 1_000}}, "tags"),
+    ({"turns": (), "turn_rewards": (), "payload_crcs": ()}, "turns"),
+    ({"awaits_reward": True, "reward": None}, "awaits_reward of g/0/0 differs"),
+    ({"key": TrajectoryKey("g", 0, 2_000)}, "attempt: 2000 is not"),
+]
 
-    text = refusal(body_of(AppendTurns("maze", "w", "g/0/0", 1, records=[record])))
 
-    assert f"turn 0 has {len(record)} bytes, more than {MAX_RECORD_BYTES}" in text
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"reward": float("nan")}, "reward"),
-        ({"turn_rewards": (float("inf"),)}, "turn_rewards"),
-        ({"reward_components": {"style": float("nan")}}, "reward_components"),
-        ({"metrics": {"length": 1e300}}, "metrics"),
-        ({"tags": {"kind": "x" * 1_000}}, "tags"),
-        ({"turns": (), "turn_rewards": (), "payload_crcs": ()}, "turns"),
-        ({"awaits_reward": True, "reward": None}, "awaits_reward of g/0/0 differs"),
-        ({"key": TrajectoryKey("g", 0, 2_000)}, "attempt: 2000 is not"),
-    ],
-)
-def test_seal_with_other_values_is_refused(fields: dict[str, Any], message: str) -> None:
-    seal = dataclasses.replace(sealed("g"), **fields)
-    posted = PostedSeal(seal.key.trajectory_id, 1, False, 100, encode_event(seal))
-
-    text = refusal(body_of(PostSeals("maze", "w", [posted])))
-
-    assert text.startswith("INVALID ")
-    assert message in text
+def test_seal_with_other_values_is_refused() -> None:
+    for fields, message in WRONG_SEALS:
+        seal = dataclasses.replace(sealed("g"), **fields)
+        posted = PostedSeal(seal.key.trajectory_id, 1, False, 100, encode_event(seal))
+        text = refusal(body_of(PostSeals("maze", "w", [posted])))
+        assert text.startswith("INVALID "), message
+        assert message in text
 
 
 def test_call_with_another_argument_is_refused(sent: dict[str, list[Sent]]) -> None:

@@ -99,7 +99,7 @@ def test_sdk_takes_the_replies_of_a_later_gateway_with_other_scripts(
     assert known == [True, True, True]
 
 
-def test_unknown_version_of_the_wire_is_refused_in_one_sentence(gateway: GatewayThread) -> None:
+def test_sdk_of_another_wire_is_refused_in_one_sentence(gateway: GatewayThread) -> None:
     answer = httpx2.post(
         f"{gateway.base_url}/v1/calls",
         content=b"",
@@ -111,12 +111,7 @@ def test_unknown_version_of_the_wire_is_refused_in_one_sentence(gateway: Gateway
     assert answer.json()["detail"] == (
         "Turnstream-Wire is '2', and this gateway knows 1: install the same release on both sides"
     )
-
-
-def test_sdk_of_the_release_before_the_wire_is_refused(gateway: GatewayThread) -> None:
-    """It sends Redis commands, and reports 404 as "is no gateway of this release"."""
+    # The release before the wire sends Redis commands, and has words for a 404.
     headers = {"Content-Type": "application/vnd.turnstream.commands"}
-
     answer = httpx2.post(f"{gateway.base_url}/v1/store", content=b"*1\r\n", headers=headers)
-
     assert answer.status_code == 404

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx2
 import pytest
@@ -51,43 +51,41 @@ def own_client(server: EmbeddedServer) -> Iterator[redis.Redis]:
         client.delete(KEYS)
 
 
-@pytest.mark.parametrize(
-    ("host", "has_key", "has_file", "is_insecure", "expected"),
-    [
-        ("127.0.0.1", False, False, False, False),
-        ("[::1]", True, False, False, False),
-        ("localhost", False, True, False, True),
-        ("0.0.0.0", True, False, False, True),
-        ("0.0.0.0", False, True, False, True),
-        ("10.0.0.7", False, False, True, False),
-        ("batcher.internal", True, True, True, False),
-        ("batcher.internal", False, False, False, None),
-        ("[::]", False, False, False, None),
-    ],
-)
+_NO: Final[dict[str, bool]] = {"has_key": False, "has_file": False, "is_insecure": False}
+ADDRESSES: Final[list[tuple[str, dict[str, bool], bool | None]]] = [
+    ("127.0.0.1", {}, False),
+    ("[::1]", {"has_key": True}, False),
+    ("localhost", {"has_file": True}, True),
+    ("0.0.0.0", {"has_key": True}, True),
+    ("0.0.0.0", {"has_file": True}, True),
+    ("10.0.0.7", {"is_insecure": True}, False),
+    ("batcher.internal", {"has_key": True, "has_file": True, "is_insecure": True}, False),
+    ("batcher.internal", {}, None),
+    ("[::]", {}, None),
+]
+"""Whether requests to an address need a key; None where the start is refused."""
+
+
 def test_addresses_that_other_machines_reach_need_keys(
-    own_client: redis.Redis,
-    tmp_path: Path,
-    host: str,
-    has_key: bool,
-    has_file: bool,
-    is_insecure: bool,
-    expected: bool | None,
+    own_client: redis.Redis, tmp_path: Path
 ) -> None:
-    if has_key:
-        create_key(own_client, "ci", roles=["read"])
-    file = tmp_path / "key" if has_file else None
-
-    def decide() -> bool:
-        return requires_key(own_client, host=host, key_file=file, is_insecure=is_insecure)
-
-    if expected is None:
-        with pytest.raises(InvalidConfigError):
-            decide()
-        return
-    assert decide() is expected
-    names = [key.name for key in list_keys(own_client)]
-    assert names == ["ci"] * has_key + ["service"] * has_file
+    for host, given, expected in ADDRESSES:
+        has_key, has_file, is_insecure = {**_NO, **given}.values()
+        own_client.delete(KEYS)
+        if has_key:
+            create_key(own_client, "ci", roles=["read"])
+        options: Any = {
+            "host": host,
+            "key_file": tmp_path / "key" if has_file else None,
+            "is_insecure": is_insecure,
+        }
+        if expected is None:
+            with pytest.raises(InvalidConfigError):
+                requires_key(own_client, **options)
+            continue
+        assert requires_key(own_client, **options) is expected
+        names = [key.name for key in list_keys(own_client)]
+        assert names == ["ci"] * has_key + ["service"] * has_file
 
 
 @pytest.mark.parametrize("service", ["batcher", "gateway"])
@@ -139,21 +137,15 @@ def test_commands_create_list_and_revoke_keys(
     assert "produce read" in table
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (("--role", "root"), "--role: 'root' is not one of produce, train, read, admin"),
-        (("--role", "read", "--expires", "soon"), "--expires: 'soon' is not a time such as"),
-        (("--role", "read", "--requests-per-s", "0"), "requests_per_s is 0.0"),
-    ],
-)
-def test_wrong_options_of_a_key_are_named(
-    server: EmbeddedServer, own_client: redis.Redis, words: tuple[str, ...], problem: str
-) -> None:
-    result = CliRunner().invoke(cli.app, ["key", "create", "ci", "--redis", server.url, *words])
-
-    assert result.exit_code == 1
-    assert str(result.exception).startswith(problem)
+def test_wrong_options_of_a_key_are_named(server: EmbeddedServer, own_client: redis.Redis) -> None:
+    for words, problem in {
+        ("--role", "root"): "--role: 'root' is not one of produce, train, read, admin",
+        ("--role", "read", "--expires", "soon"): "--expires: 'soon' is not a time such as",
+        ("--role", "read", "--requests-per-s", "0"): "requests_per_s is 0.0",
+    }.items():
+        result = CliRunner().invoke(cli.app, ["key", "create", "ci", "--redis", server.url, *words])
+        assert result.exit_code == 1
+        assert str(result.exception).startswith(problem)
     assert list_keys(own_client) == []
 
 

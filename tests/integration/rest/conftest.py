@@ -10,6 +10,7 @@ import redis
 from testkit import gateways, servers
 from testkit.gateway_thread import GatewayThread
 from testkit.ingest import IngestClient
+from testkit.rest_api import RestApi
 from testkit.stores import RunReader
 
 server = servers.shared_server
@@ -23,6 +24,19 @@ def ingest(
     """A client of a new run, with the writer name "test"."""
     with IngestClient(gateway, new_run(client)) as ingest:
         yield ingest
+
+
+@pytest.fixture
+def api(gateway: GatewayThread) -> Iterator[RestApi]:
+    """A client of the gateway, with the writer name "test"."""
+    with RestApi(gateway, writer="test") as api:
+        yield api
+
+
+@pytest.fixture
+def run(client: redis.Redis, new_run: Callable[..., str]) -> str:
+    """A new run."""
+    return new_run(client)
 
 
 @pytest.fixture

@@ -45,64 +45,61 @@ _TURN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("changed", "field", "words"),
-    [
-        ({"logprobs": [-0.5]}, "logprobs", "has 1 values, response_ids has 2"),
-        ({"logprobs": [-0.5, 0.5]}, "logprobs", "0.5 at position 1 is not a finite number"),
-        ({"logprobs": [-0.5, None]}, "logprobs", "are numbers"),
-        ({"logprobs": "high"}, "logprobs", "not one dimension"),
-        ({"logprobs": [[-0.5], [-0.5]]}, "logprobs", "has the shape (2, 1)"),
-        ({"prompt_ids": []}, "prompt_ids", "is empty"),
-        ({"prompt_ids": [1, 2.5]}, "prompt_ids", "are whole numbers, not float64"),
-        ({"prompt_ids": [1, "2"]}, "prompt_ids", "are whole numbers"),
-        ({"prompt_ids": [1, -2]}, "prompt_ids", "-2 at position 1 is not a token id"),
-        ({"prompt_ids": [1, 2**31]}, "prompt_ids", "2147483648 at position 1 is not a token id"),
-        ({"prompt_ids": [1, 10**400]}, "prompt_ids", "are whole numbers"),
-        ({"prompt_ids": None}, "prompt_ids", "is missing"),
-        ({"turn": None}, "turn", "is missing"),
-        ({"turn": -1}, "turn", "greater than or equal to 0, got -1"),
-        ({"response_ids": {"a": 1}}, "response_ids", "not one dimension"),
-        ({"loss_mask": [1, 2]}, "loss_mask", "2 at position 1 is neither 0 nor 1"),
-        ({"loss_mask": [1]}, "loss_mask", "has 1 values"),
-        ({"token_weights": [1, -1]}, "token_weights", "-1.0 at position 1"),
-        ({"rewards": [1.0]}, "rewards", "has 1 values"),
-        ({"reward": True}, "reward", "expected a valid number, got True"),
-        ({"policy_version": "3"}, "policy_version", "expected a valid integer, got '3'"),
-        ({"version_runs": [{"version": 1, "num_tokens": 1}]}, "version_runs", "cover 1 tokens"),
-        (
-            {"version_runs": [{"version": 1}]},
-            "version_runs.0.num_tokens",
-            "field required",
-        ),
-        ({"sample": 2}, "sample", "2 in a group of 2"),
-        ({"sample": "0"}, "sample", "expected a valid integer, got '0'"),
-        ({"attempt": 1000}, "attempt", "1000 is not a whole number from 0 to 999"),
-        ({"group_id": ""}, "group_id", "a name of 0 characters"),
-        ({"num_samples": 0}, "num_samples", "greater than or equal to 1"),
-        ({"num_needed": 3}, "num_needed", "3 of 2 samples"),
-        ({"purpose": "test"}, "purpose", "'test' is not one of train, eval"),
-        ({"colour": "red"}, "colour", "unknown field, got 'red'"),
-        ({"seal": {"status": "done"}}, "seal.status", "'done' is not one of completed"),
-        ({"seal": {"tags": {"a": 1}}}, "seal.tags['a']", "1 is not a text"),
-        ({"seal": {"metrics": {"a": 1e40}}}, "seal.metrics['a']", "1e+40 is beyond"),
-        ({"seal": {"reward": 1.0, "awaits_reward": True}}, "seal.reward", "awaits_reward"),
-        ({"seal": {}, "abandon": {"reason": ""}}, "abandon", "so is seal"),
-        ({"abandon": {}}, "abandon.reason", "field required"),
-    ],
-)
-def test_wrong_field_is_named_with_its_item(
-    ingest: IngestClient, reader: RunReader, changed: dict[str, Any], field: str, words: str
-) -> None:
-    response = ingest.post("turns", {**_TURN, "sample": 1}, {**_TURN, **changed})
+WRONG_FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"logprobs": [-0.5]}, "logprobs", "has 1 values, response_ids has 2"),
+    ({"logprobs": [-0.5, 0.5]}, "logprobs", "0.5 at position 1 is not a finite number"),
+    ({"logprobs": [-0.5, None]}, "logprobs", "are numbers"),
+    ({"logprobs": "high"}, "logprobs", "not one dimension"),
+    ({"logprobs": [[-0.5], [-0.5]]}, "logprobs", "has the shape (2, 1)"),
+    ({"prompt_ids": []}, "prompt_ids", "is empty"),
+    ({"prompt_ids": [1, 2.5]}, "prompt_ids", "are whole numbers, not float64"),
+    ({"prompt_ids": [1, "2"]}, "prompt_ids", "are whole numbers"),
+    ({"prompt_ids": [1, -2]}, "prompt_ids", "-2 at position 1 is not a token id"),
+    ({"prompt_ids": [1, 2**31]}, "prompt_ids", "2147483648 at position 1 is not a token id"),
+    ({"prompt_ids": [1, 10**400]}, "prompt_ids", "are whole numbers"),
+    ({"prompt_ids": None}, "prompt_ids", "is missing"),
+    ({"turn": None}, "turn", "is missing"),
+    ({"turn": -1}, "turn", "greater than or equal to 0, got -1"),
+    ({"response_ids": {"a": 1}}, "response_ids", "not one dimension"),
+    ({"loss_mask": [1, 2]}, "loss_mask", "2 at position 1 is neither 0 nor 1"),
+    ({"loss_mask": [1]}, "loss_mask", "has 1 values"),
+    ({"token_weights": [1, -1]}, "token_weights", "-1.0 at position 1"),
+    ({"rewards": [1.0]}, "rewards", "has 1 values"),
+    ({"reward": True}, "reward", "expected a valid number, got True"),
+    ({"policy_version": "3"}, "policy_version", "expected a valid integer, got '3'"),
+    ({"version_runs": [{"version": 1, "num_tokens": 1}]}, "version_runs", "cover 1 tokens"),
+    (
+        {"version_runs": [{"version": 1}]},
+        "version_runs.0.num_tokens",
+        "field required",
+    ),
+    ({"sample": 2}, "sample", "2 in a group of 2"),
+    ({"sample": "0"}, "sample", "expected a valid integer, got '0'"),
+    ({"attempt": 1000}, "attempt", "1000 is not a whole number from 0 to 999"),
+    ({"group_id": ""}, "group_id", "a name of 0 characters"),
+    ({"num_samples": 0}, "num_samples", "greater than or equal to 1"),
+    ({"num_needed": 3}, "num_needed", "3 of 2 samples"),
+    ({"purpose": "test"}, "purpose", "'test' is not one of train, eval"),
+    ({"colour": "red"}, "colour", "unknown field, got 'red'"),
+    ({"seal": {"status": "done"}}, "seal.status", "'done' is not one of completed"),
+    ({"seal": {"tags": {"a": 1}}}, "seal.tags['a']", "1 is not a text"),
+    ({"seal": {"metrics": {"a": 1e40}}}, "seal.metrics['a']", "1e+40 is beyond"),
+    ({"seal": {"reward": 1.0, "awaits_reward": True}}, "seal.reward", "awaits_reward"),
+    ({"seal": {}, "abandon": {"reason": ""}}, "abandon", "so is seal"),
+    ({"abandon": {}}, "abandon.reason", "field required"),
+]
 
-    problem = response.json()
-    assert response.status_code == 422
-    assert response.headers["content-type"] == "application/problem+json"
-    assert problem["field"] == f"items.1.{field}"
-    assert problem["detail"].startswith(f"items.1.{field}: ")
-    assert words in problem["detail"]
-    assert reader.ledger() == {}  # nothing of the request is written
+
+def test_wrong_field_is_named_with_its_item(ingest: IngestClient, reader: RunReader) -> None:
+    for changed, field, words in WRONG_FIELDS:
+        response = ingest.post("turns", {**_TURN, "sample": 1}, {**_TURN, **changed})
+
+        problem = response.json()
+        assert response.headers["content-type"] == "application/problem+json"
+        assert (response.status_code, problem["field"]) == (422, f"items.1.{field}"), changed
+        assert problem["detail"].startswith(f"items.1.{field}: ")
+        assert words in problem["detail"]
+    assert reader.ledger() == {}  # nothing of the requests is written
 
 
 def test_wrong_turn_of_a_trajectory_is_named(ingest: IngestClient) -> None:
@@ -114,57 +111,32 @@ def test_wrong_turn_of_a_trajectory_is_named(ingest: IngestClient) -> None:
     assert (response.status_code, response.json()["field"]) == (422, "items.0.turns.1.logprobs")
 
 
-def test_wrong_extra_column_is_the_result_of_its_item(ingest: IngestClient) -> None:
-    good, bad = {**_TURN, "sample": 1}, {**_TURN, "extras": {"image": [1, 2]}}
+def test_problem_of_one_item_leaves_the_others(ingest: IngestClient) -> None:
+    large = {**_TURN, "sample": 1, "prompt_ids": [1] * (MAX_RECORD_BYTES // 4)}
 
-    results = ingest.results("turns", good, bad)
+    results = ingest.results("turns", large, {**_TURN, "extras": {"image": [1, 2]}}, _TURN)
 
-    assert [each["status"] for each in results] == [201, 422]
+    assert [each["status"] for each in results] == [422, 422, 201]
+    assert f"bytes, more than {MAX_RECORD_BYTES}" in results[0]["problem"]["detail"]
     assert results[1]["problem"]["field"] == "items.1.extras['image']"
 
 
-def test_turn_above_the_limit_of_a_record_is_the_result_of_its_item(ingest: IngestClient) -> None:
-    large = {**_TURN, "sample": 1, "prompt_ids": [1] * (MAX_RECORD_BYTES // 4)}
-
-    results = ingest.results("turns", _TURN, large)
-
-    assert [each["status"] for each in results] == [201, 422]
-    assert f"bytes, more than {MAX_RECORD_BYTES}" in results[1]["problem"]["detail"]
-
-
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        (b"", 400),
-        (b"{", 400),
-        (b"\xff", 400),
-        (b"[" * 100_000, 400),
-        (b"[]", 422),
-        (b"{}", 422),
-        (b'{"items": {}}', 422),
-        (b'{"items": [1]}', 422),
-    ],
-)
-def test_body_of_another_form_is_refused(ingest: IngestClient, body: bytes, status: int) -> None:
-    responses = [ingest.send(route, body) for route in ("groups", "turns", "trajectories")]
-
-    assert [each.status_code for each in responses] == [status] * 3
-
-
-@pytest.mark.parametrize(
-    ("headers", "words"),
-    [
-        ({"content_type": "text/plain"}, "Content-Type is 'text/plain', expected application/json"),
+def test_body_of_another_form_is_refused(ingest: IngestClient) -> None:
+    bodies = {
+        **dict.fromkeys((b"", b"{", b"\xff", b"[" * 100_000), 400),
+        **dict.fromkeys((b"[]", b"{}", b'{"items": {}}', b'{"items": [1]}'), 422),
+        b'{"items": [' + b",".join([b"{}"] * 2049) + b"]}": 422,
+    }
+    for route in ("groups", "turns", "trajectories"):
+        found = {body: ingest.send(route, body).status_code for body in bodies}
+        assert found == bodies, route
+    for headers, words in (
+        ({"content_type": "text/plain"}, "Type is 'text/plain', expected application/json"),
         ({"content_encoding": "br"}, "Content-Encoding is 'br', expected one of gzip, zstd"),
-    ],
-)
-def test_unsupported_form_of_body_is_415(
-    ingest: IngestClient, headers: dict[str, str], words: str
-) -> None:
-    response = ingest.send("turns", b"{}", **headers)
-
-    assert response.status_code == 415
-    assert words in response.json()["detail"]
+    ):
+        response = ingest.send("turns", b"{}", **headers)
+        assert response.status_code == 415
+        assert words in response.json()["detail"]
 
 
 def _zstd(body: bytes) -> bytes:
@@ -237,86 +209,81 @@ _ROW: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("changed", "types", "field", "words"),
-    [
-        ({"colour": "red"}, {"colour": pa.string()}, "column colour", "is unknown"),
-        ({"sample": "0"}, {"sample": pa.string()}, "column sample", "string, expected an integer"),
-        (
-            {"prompt_ids": [1.0]},
-            {"prompt_ids": pa.list_(pa.float32())},
-            "column prompt_ids",
-            "expected list of integers",
-        ),
-        (
-            {"prompt_ids": [1, None]},
-            {},
-            "column prompt_ids",
-            "has a null inside a list",
-        ),
-        (
-            {"tags": {"a": "b"}},
-            {"tags": pa.struct({"a": pa.string()})},
-            "column tags",
-            "expected map<string, string>",
-        ),
-        ({"group_id": None}, {}, "rows.1.group_id", "is null"),
-        ({"response_ids": None}, {}, "rows.1.response_ids", "is null"),
-        ({"logprobs": [-0.5]}, {}, "rows.1.logprobs", "has 1 values, response_ids has 2"),
-        ({"prompt_ids": [-5]}, {}, "rows.1.prompt_ids", "-5 at position 0"),
-        ({"sample": 7}, {}, "rows.1.sample", "7 in a group of 1"),
-        ({"status": "done"}, {}, "rows.1.status", "'done' is not one of"),
-        ({"tags": [("a", "b"), ("a", "c")]}, {}, "rows.1.tags", "has a name twice"),
-    ],
-)
-def test_wrong_arrow_column_is_named(
-    ingest: IngestClient,
-    reader: RunReader,
-    changed: dict[str, Any],
-    types: dict[str, pa.DataType],
-    field: str,
-    words: str,
-) -> None:
-    rows = [{**_ROW, "group_id": "other"}, {**_ROW, **changed}]
-    if "sample" in types or "prompt_ids" in types:
-        rows = rows[1:]
+_GROUP: dict[str, Any] = {"group_id": "g", "num_samples": 2}
+WRONG_COLUMNS: list[tuple[str, dict[str, Any], dict[str, pa.DataType], str]] = [
+    ("colour", {"colour": "red"}, {"colour": pa.string()}, "is unknown"),
+    ("sample", {"sample": "0"}, {"sample": pa.string()}, "string, expected an integer"),
+    (
+        *("prompt_ids", {"prompt_ids": [1.0]}, {"prompt_ids": pa.list_(pa.float32())}),
+        "expected list of integers",
+    ),
+    ("prompt_ids", {"prompt_ids": [1, None]}, {}, "has a null inside a list"),
+    (
+        *("tags", {"tags": {"a": "b"}}, {"tags": pa.struct({"a": pa.string()})}),
+        "expected map<string, string>",
+    ),
+]
+"""Columns of one row of whole trajectories, and their types."""
 
-    body = arrow_body(rows, {**ARROW_TYPES, **types})
-    response = ingest.send("trajectories", body, content_type=ARROW)
+WRONG_ROWS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("trajectories", {"group_id": None}, "group_id", "is null"),
+    ("trajectories", {"response_ids": None}, "response_ids", "is null"),
+    ("trajectories", {"logprobs": [-0.5]}, "logprobs", "has 1 values, response_ids has 2"),
+    ("trajectories", {"prompt_ids": [-5]}, "prompt_ids", "-5 at position 0"),
+    ("trajectories", {"sample": 7}, "sample", "7 in a group of 1"),
+    ("trajectories", {"status": "done"}, "status", "'done' is not one of"),
+    ("trajectories", {"tags": [("a", "b"), ("a", "c")]}, "tags", "has a name twice"),
+    ("turns", {"turn": None}, "turn", "is null"),
+    ("turns", {"turn": -1}, "turn", "expected at least 0, got -1"),
+    ("turns", {"reward": 1.0}, "seal", "is not true, and the row has reward"),
+    ("turns", {"seal": True, "status": "done"}, "status", "'done' is not one of"),
+    ("groups", {"num_samples": None}, "num_samples", "is null"),
+    ("groups", {"num_samples": 0}, "num_samples", "0"),
+    ("groups", {"samples": [0, 2]}, "sample", "2"),
+    ("groups", {"purpose": "fun"}, "purpose", "'fun' is not one of"),
+]
+"""Values of the second row of a body."""
 
-    assert response.status_code == 422, response.text
-    assert response.json()["field"] == field
-    assert words in response.json()["detail"]
+
+def test_wrong_arrow_column_is_named(ingest: IngestClient, reader: RunReader) -> None:
+    missing = {name: value for name, value in _ROW.items() if name != "num_samples"}
+    bodies = [
+        ("trajectories", arrow_body([{**_ROW, **changed}], {**ARROW_TYPES, **types}), column, words)
+        for column, changed, types, words in WRONG_COLUMNS
+    ]
+    bodies += [
+        ("trajectories", arrow_body([missing]), "num_samples", "is missing"),
+        ("groups", arrow_body([{**_GROUP, "sample": 0}]), "sample", "is unknown, expected some of"),
+        ("groups", arrow_body([{**_GROUP, "extras.state": [0.5]}]), "extras.state", "is unknown"),
+    ]
+    for route, body, column, words in bodies:
+        _check_refused(ingest, route, body, field=f"column {column}", words=words)
     assert reader.ledger() == {}
 
 
-def test_missing_arrow_column_is_named(ingest: IngestClient) -> None:
-    rows = [{name: value for name, value in _ROW.items() if name != "num_samples"}]
-
-    response = ingest.send("trajectories", arrow_body(rows), content_type=ARROW)
-
-    assert response.json()["detail"].startswith("column num_samples: is missing")
-
-
-@pytest.mark.parametrize(
-    ("changed", "field", "words"),
-    [
-        ({"turn": None}, "rows.1.turn", "is null"),
-        ({"turn": -1}, "rows.1.turn", "expected at least 0, got -1"),
-        ({"reward": 1.0}, "rows.1.seal", "is not true, and the row has reward"),
-        ({"seal": True, "status": "done"}, "rows.1.status", "'done' is not one of"),
-    ],
-)
-def test_wrong_arrow_turn_is_named(
-    ingest: IngestClient, reader: RunReader, changed: dict[str, Any], field: str, words: str
-) -> None:
-    body = arrow_body([{**_ROW, "turn": 0}, {**_ROW, "turn": 1, **changed}])
-
-    response = ingest.send("turns", body, content_type=ARROW)
-
-    assert (response.status_code, response.json()["field"]) == (422, field)
-    assert words in response.json()["detail"]
+def test_wrong_arrow_row_is_named(ingest: IngestClient, reader: RunReader) -> None:
+    plain: dict[str, dict[str, Any]] = {
+        "trajectories": _ROW,
+        "turns": {**_ROW, "turn": 0},
+        "groups": _GROUP,
+    }
+    for route, changed, field, words in WRONG_ROWS:
+        row = plain[route]
+        body = arrow_body([{**row, "group_id": "other"}, {**row, **changed}])
+        _check_refused(ingest, route, body, field=f"rows.1.{field}", words=words)
+    many = [{**_ROW, "group_id": f"g{number}", "turn": 0} for number in range(2049)]
+    for route, row in plain.items():
+        body = arrow_body([{name: each[name] for name in row} for each in many])
+        _check_refused(ingest, route, body, field="rows", words="more than 2048")
     assert reader.ledger() == {}
+
+
+def _check_refused(
+    ingest: IngestClient, route: str, body: bytes, *, field: str, words: str
+) -> None:
+    response = ingest.send(route, body, content_type=ARROW)
+    assert (response.status_code, response.json()["field"]) == (422, field), response.text
+    assert words in response.json()["detail"]
 
 
 def test_arrow_turns_continue_a_trajectory_until_its_seal(
@@ -388,31 +355,6 @@ def test_idempotency_key_is_for_one_body(ingest: IngestClient) -> None:
     statuses = [each.status_code for each in (malformed, first, again, other, elsewhere)]
     assert statuses == [422, 200, 200, 422, 200]
     assert other.json()["field"] == "Idempotency-Key"
-
-
-def test_too_many_items_are_refused(ingest: IngestClient) -> None:
-    response = ingest.send("turns", b'{"items": [' + b",".join([b"{}"] * 2049) + b"]}")
-
-    assert response.status_code == 422
-    assert response.json()["field"].startswith("items")
-
-
-@pytest.mark.parametrize("route", ["groups", "turns", "trajectories"])
-def test_too_many_arrow_items_are_refused(
-    ingest: IngestClient, reader: RunReader, route: str
-) -> None:
-    rows: list[dict[str, Any]] = [
-        {**_ROW, "group_id": f"g{number}", "turn": 0} for number in range(2049)
-    ]
-    columns = {"groups": ["group_id", "num_samples"], "turns": [*_ROW, "turn"]}
-    names = columns.get(route, [*_ROW])
-    body = arrow_body([{name: row[name] for name in names} for row in rows])
-
-    response = ingest.send(route, body, content_type=ARROW)
-
-    assert (response.status_code, response.json()["field"]) == (422, "rows")
-    assert "more than 2048" in response.json()["detail"]
-    assert reader.ledger() == {}
 
 
 @pytest.mark.parametrize("route", ["groups", "turns", "trajectories"])

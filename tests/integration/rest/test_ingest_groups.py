@@ -54,30 +54,6 @@ def test_groups_are_opened_with_their_samples(
     ]
 
 
-@pytest.mark.parametrize(
-    ("changed", "field", "words"),
-    [
-        ({"num_samples": None}, "rows.1.num_samples", "is null"),
-        ({"num_samples": 0}, "rows.1.num_samples", "0"),
-        ({"samples": [0, 2]}, "rows.1.sample", "2"),
-        ({"purpose": "fun"}, "rows.1.purpose", "'fun' is not one of"),
-        ({"sample": 0}, "column sample", "is unknown, expected some of group_id, num_samples"),
-        ({"extras.state": [0.5]}, "column extras.state", "is unknown"),
-    ],
-)
-def test_wrong_group_in_arrow_is_named(
-    ingest: IngestClient, reader: RunReader, changed: dict[str, Any], field: str, words: str
-) -> None:
-    item = {"group_id": "g", "num_samples": 2}
-
-    body = arrow_body([item, {**item, "group_id": "h", **changed}])
-    response = ingest.send("groups", body, content_type=ARROW)
-
-    assert (response.status_code, response.json()["field"]) == (422, field), response.text
-    assert words in response.json()["detail"]
-    assert reader.ledger() == {}
-
-
 def test_group_opened_again_has_the_same_result(
     gateway: GatewayThread, ingest: IngestClient, reader: RunReader
 ) -> None:

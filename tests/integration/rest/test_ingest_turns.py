@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import redis
 
 from testkit.gateway_thread import GatewayThread
-from testkit.ingest import IngestClient, results_of, turn_fields
+from testkit.ingest import IngestClient, turn_fields
 from testkit.stores import RunReader
 from testkit.turns import turn
 from testkit.waiting import wait_until
@@ -17,36 +18,26 @@ from turnstream.errors import ConflictError
 from turnstream.generator import Publisher
 from turnstream.generator.api.trajectory_writers import TrajectoryWriter
 from turnstream.store.client import keys
-from turnstream.types import TrajectoryKey
+from turnstream.types import TrajectoryKey, Turn
 from turnstream_server.embedded import EmbeddedServer
 
 _KEY = TrajectoryKey("g", 0)
+_NAMED = {"group_id": "g", "sample": 0}
 _FIRST = turn("ab", "CD", logprobs=-0.5)
 _SECOND = turn("abcde", "F", logprobs=-0.5)
 _SEAL = {"seal": {"reward": 1.0}}
 
 
-def test_turns_are_stored_in_order_and_sealed(ingest: IngestClient, reader: RunReader) -> None:
-    results = [ingest.turn(0, _FIRST), ingest.turn(1, _SECOND, **_SEAL)]
-
-    assert [(each["status"], each["state"], each["next_turn"]) for each in results] == [
-        (201, "open", 1),
-        (201, "sealed", 2),
-    ]
-    assert reader.spelled(_KEY) == [("ab", "cd"), ("abcde", "f")]
-    assert reader.states() == {"g/0/0": "sealed"}
-
-
 def test_only_a_failed_start_is_sealed_without_a_turn(
     ingest: IngestClient, reader: RunReader
 ) -> None:
-    whole = {"group_id": "whole", "sample": 0, "num_samples": 1, "turns": []}
-    opening = {"group_id": "g", "sample": 0, "num_samples": 1}
-    other = {"group_id": "other", "sample": 0, "num_samples": 1}
+    opening = {**_NAMED, "num_samples": 1}
+    whole = {**opening, "group_id": "whole", "turns": []}
     ingest.results("groups", {"group_id": "other", "num_samples": 1})
-    refused = ingest.results("turns", {**other, "seal": {"status": "completed"}})
-    assert refused[0]["status"] == 422
-    assert refused[0]["problem"]["detail"].startswith("items.0.turns: there is none; only")
+    completed = {**opening, "group_id": "other", "seal": {"status": "completed"}}
+    (refused,) = ingest.results("turns", completed)
+    assert refused["status"] == 422
+    assert refused["problem"]["detail"].startswith("items.0.turns: there is none; only")
     response = ingest.post("trajectories", whole)
     assert (response.status_code, response.json()["field"]) == (422, "items.0.turns")
 
@@ -62,71 +53,46 @@ def test_only_a_failed_start_is_sealed_without_a_turn(
     assert reader.turns(_KEY) == []
 
 
-@pytest.mark.parametrize("is_sealed", [False, True])
-def test_repeated_turn_has_the_same_result(
-    ingest: IngestClient, reader: RunReader, is_sealed: bool
+@pytest.mark.parametrize("state", ["open", "sealed"])
+def test_repeated_missing_and_changed_turns_change_nothing(
+    ingest: IngestClient, reader: RunReader, state: str
 ) -> None:
-    end = _SEAL if is_sealed else {}
-    before = [ingest.turn(0, _FIRST), ingest.turn(1, _SECOND, **end)]
+    end, after = _SEAL if state == "sealed" else {}, turn("abcdefg", "H")
+    before, gap = [ingest.turn(0, _FIRST)], ingest.turn(2, after)
+    before += [ingest.turn(1, _SECOND, **end)]
     records = reader.records(_KEY)
 
     again = [ingest.turn(0, _FIRST), ingest.turn(1, _SECOND, **end)]
-
-    assert again == before
-    assert reader.records(_KEY) == records
-    assert ingest.turn(2, turn("abcdefg", "H"))["status"] == (409 if is_sealed else 201)
-
-
-@pytest.mark.parametrize("is_sealed", [False, True])
-def test_changed_turn_is_a_conflict(
-    ingest: IngestClient, reader: RunReader, is_sealed: bool
-) -> None:
-    ingest.turn(0, _FIRST)
-    ingest.turn(1, _SECOND, **(_SEAL if is_sealed else {}))
-    records = reader.records(_KEY)
-
     changed = ingest.turn(0, turn("ab", "CX", logprobs=-0.5))
 
-    assert changed["status"] == 409
+    found = [(each["status"], each["state"], each["next_turn"]) for each in before]
+    assert found == [(201, "open", 1), (201, state, 2)]
+    assert again == before
+    assert (gap["status"], gap["next_turn"], changed["status"]) == (409, 1, 409)
+    assert gap["problem"]["type"].endswith("/turn-gap")
+    assert "the next turn is turn 1" in gap["problem"]["detail"]
     assert changed["problem"]["type"].endswith("/conflict")
     assert "turn 0 of g/0/0 is stored with another content" in changed["problem"]["detail"]
     assert reader.records(_KEY) == records
+    assert reader.spelled(_KEY) == [("ab", "cd"), ("abcde", "f")]
+    assert reader.states() == {"g/0/0": state}
+    assert ingest.turn(2, after)["status"] == (201 if state == "open" else 409)
 
 
 def test_changed_seal_is_a_conflict(ingest: IngestClient) -> None:
-    ingest.turn(0, _FIRST, seal={"reward": 1.0, "tags": {"a": "b"}})
+    seals = [{"reward": reward, "tags": {"a": "b"}} for reward in (1.0, 0.5)]
+    ingest.turn(0, _FIRST, seal=seals[0])
 
-    (changed,) = ingest.results(
-        "turns", {"group_id": "g", "sample": 0, "seal": {"reward": 0.5, "tags": {"a": "b"}}}
-    )
-    (same,) = ingest.results(
-        "turns", {"group_id": "g", "sample": 0, "seal": {"reward": 1.0, "tags": {"a": "b"}}}
-    )
+    same, changed = (ingest.results("turns", {**_NAMED, "seal": each})[0] for each in seals)
 
-    assert (changed["status"], same["status"]) == (409, 201)
+    assert (same["status"], changed["status"]) == (201, 409)
     assert changed["problem"]["detail"] == "g/0/0 is sealed with another content"
 
 
-def test_gap_names_the_next_turn(ingest: IngestClient) -> None:
-    ingest.turn(0, _FIRST)
-
-    gap = ingest.turn(2, turn("abcdefg", "H"))
-
-    assert (gap["status"], gap["next_turn"]) == (409, 1)
-    assert gap["problem"]["type"].endswith("/turn-gap")
-    assert "the next turn is turn 1" in gap["problem"]["detail"]
-    assert ingest.turn(1, _SECOND)["status"] == 201
-
-
 def test_turns_of_one_request_follow_each_other(ingest: IngestClient, reader: RunReader) -> None:
-    item = {"group_id": "g", "sample": 0, "num_samples": 1}
-    items = [
-        {**item, "turn": 0, **turn_fields(_FIRST)},
-        {**item, "turn": 0, **turn_fields(_FIRST)},  # sent twice
-        {**item, "turn": 2, **turn_fields(_SECOND)},  # one is left out
-        {**item, "turn": 1, **turn_fields(_SECOND), **_SEAL},
-        {**item, "turn": 2, **turn_fields(_SECOND)},  # after the seal
-    ]
+    first, second = _item(0, _FIRST), _item(1, _SECOND, **_SEAL)
+    # One is sent twice, one is left out, and one comes after the seal.
+    items = [first, first, {**second, "turn": 2}, second, {**first, "turn": 2}]
 
     results = ingest.results("turns", *items)
 
@@ -161,8 +127,7 @@ def test_two_gateways_write_one_trajectory_in_turn(
 
         results = [each.turn(n, sent[n]) for n, each in enumerate(clients)]
         stale = ingest.turn(3, sent[3])
-        (sealed,) = ingest.results("turns", {"group_id": "g", "sample": 0, **_SEAL})
-        (again,) = other.results("turns", {"group_id": "g", "sample": 0, **_SEAL})
+        sealed, again = (each.results("turns", {**_NAMED, **_SEAL})[0] for each in (ingest, other))
 
     assert [each["status"] for each in [*results, stale, sealed, again]] == [201] * 8
     assert [prompt for prompt, _ in reader.spelled(_KEY)] == texts
@@ -175,8 +140,7 @@ def test_turn_of_another_writer_waits_for_its_lease(
     ingest.turn(0, _FIRST)
 
     with IngestClient(gateway, ingest.run, writer="other") as other:
-        item = {"group_id": "g", "sample": 0, "turn": 1, **turn_fields(_SECOND)}
-        response = other.post("turns", item)
+        response = other.post("turns", _item(1, _SECOND))
 
     assert response.status_code == 429
     assert int(response.headers["Retry-After"]) >= 1
@@ -226,11 +190,9 @@ def test_item_without_a_turn_names_the_next_one(
     gateway.stop()
     gateway.start()
 
-    (open_,) = ingest.results("turns", {"group_id": "g", "sample": 0})
+    (open_,) = ingest.results("turns", _NAMED)
     ingest.turn(1, _SECOND, **_SEAL)
-    sealed, unknown = ingest.results(
-        "turns", {"group_id": "g", "sample": 0}, {"group_id": "other", "sample": 0}
-    )
+    sealed, unknown = ingest.results("turns", _NAMED, {**_NAMED, "group_id": "other"})
 
     assert (open_["status"], open_["next_turn"]) == (201, 1)
     assert (sealed["status"], unknown["status"]) == (409, 409)
@@ -248,46 +210,34 @@ def test_first_turn_needs_num_samples_unless_the_group_is_open(ingest: IngestCli
     assert (before["status"], after["status"]) == (422, 201)
 
 
+@pytest.mark.parametrize("has_name", [True, False])
 def test_silent_client_loses_the_lease_without_abandoning(
-    gateway: GatewayThread, client: redis.Redis, new_run: Callable[..., str]
+    gateway: GatewayThread, client: redis.Redis, new_run: Callable[..., str], has_name: bool
 ) -> None:
+    """Without a name of its writer, each trajectory is a client of its own."""
     run = new_run(client, lease_s=0.5)
-    leases = keys.run_keys(run).leases
-    with IngestClient(gateway, run, writer="talks") as talks, IngestClient(gateway, run) as silent:
+    names = ("talks", "test") if has_name else (None, None)
+
+    def is_lapsed(name: str) -> bool:
+        talks.results("turns", *([] if has_name else [{**_NAMED, "group_id": "kept"}]))
+        now_s, _ = client.time()  # pyright: ignore[reportGeneralTypeIssues]
+        score: Any = client.zscore(keys.run_keys(run).leases, f"{name}/0/0")
+        return score < now_s * 1000 - 1000
+
+    with (
+        IngestClient(gateway, run, writer=names[0]) as talks,
+        IngestClient(gateway, run, writer=names[1]) as silent,
+    ):
         talks.turn(0, _FIRST, group_id="kept")
         silent.turn(0, _FIRST, group_id="lost")
-
-        def is_dropped() -> bool:
-            talks.results("turns")  # any request of the writer will do
-            now_s, _ = client.time()  # pyright: ignore[reportGeneralTypeIssues]
-            return _score(client, leases, "lost/0/0") < now_s * 1000 - 1000
-
-        wait_until(is_dropped, describe="the end of the lease")
+        wait_until(lambda: is_lapsed("lost"), describe="the end of the lease")
+        assert not is_lapsed("kept")
         resumed = silent.turn(1, _SECOND, group_id="lost", **_SEAL)
 
+    kept = f"open:1:{'talks' if has_name else 'http-local'}"
+    assert RunReader(client, run).ledger()["kept/0/0"] == kept
     assert RunReader(client, run).states() == {"kept/0/0": "open", "lost/0/0": "sealed"}
-    now_s, _ = client.time()  # pyright: ignore[reportGeneralTypeIssues]
-    assert _score(client, leases, "kept/0/0") > now_s * 1000 - 1000
     assert resumed["status"] == 201
-
-
-def test_trajectory_is_silent_for_itself_without_a_writer_name(
-    gateway: GatewayThread, client: redis.Redis, new_run: Callable[..., str]
-) -> None:
-    run = new_run(client, lease_s=0.5)
-    leases = keys.run_keys(run).leases
-    with IngestClient(gateway, run, writer=None) as ingest:
-        ingest.turn(0, _FIRST, group_id="kept")
-        ingest.turn(0, _FIRST, group_id="lost")
-
-        def is_dropped() -> bool:
-            ingest.results("turns", {"group_id": "kept", "sample": 0})
-            now_s, _ = client.time()  # pyright: ignore[reportGeneralTypeIssues]
-            return _score(client, leases, "lost/0/0") < now_s * 1000 - 1000
-
-        wait_until(is_dropped, describe="the end of the lease")
-
-    assert RunReader(client, run).ledger()["kept/0/0"] == "open:1:http-local"
 
 
 def test_request_of_an_unknown_run_is_404(ingest: IngestClient) -> None:
@@ -301,24 +251,18 @@ def test_request_of_an_unknown_run_is_404(ingest: IngestClient) -> None:
 
 def test_trajectory_resumes_one_that_has_turns(ingest: IngestClient, reader: RunReader) -> None:
     ingest.turn(0, _FIRST)
-    whole = {"group_id": "g", "sample": 0, "num_samples": 1, "reward": 1.0}
+    whole = {**_NAMED, "num_samples": 1, "reward": 1.0}
     turns = [turn_fields(_FIRST), turn_fields(_SECOND)]
 
-    first = results_of(ingest.post("trajectories", {**whole, "turns": turns}))
-    again = results_of(ingest.post("trajectories", {**whole, "turns": turns}))
-    other = results_of(ingest.post("trajectories", {**whole, "turns": turns, "reward": 0.0}))
-    shorter = results_of(ingest.post("trajectories", {**whole, "turns": turns[:1]}))
+    def sent(**fields: Any) -> list[dict[str, Any]]:
+        return ingest.results("trajectories", {**whole, "turns": turns, **fields})
+
+    first, again, other, shorter = sent(), sent(), sent(reward=0.0), sent(turns=turns[:1])
 
     assert first == again
     assert [each[0]["status"] for each in (first, other, shorter)] == [201, 409, 409]
     assert len(reader.turns(_KEY)) == 2
 
 
-def _item(number: int, sent: object) -> dict[str, object]:
-    fields = turn_fields(sent)  # pyright: ignore[reportArgumentType]
-    return {"group_id": "g", "sample": 0, "num_samples": 1, "turn": number, **fields}
-
-
-def _score(client: redis.Redis, name: str, member: str) -> float:
-    score = client.zscore(name, member)
-    return float(score or 0.0)  # pyright: ignore[reportArgumentType]
+def _item(number: int, sent: Turn, **fields: Any) -> dict[str, Any]:
+    return {**_NAMED, "num_samples": 1, "turn": number, **turn_fields(sent), **fields}

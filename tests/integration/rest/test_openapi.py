@@ -165,10 +165,3 @@ def boundary_cases(operation: Any) -> Iterator[Any]:
 def _is_short(body: Any) -> bool:
     values = body.values() if isinstance(body, dict) else ()
     return all(len(each) <= MAX_ITEMS for each in values if isinstance(each, list))
-
-
-def test_name_with_a_line_break_has_a_problem_document(api: Api) -> None:
-    answer = api.session.get(f"{api.base_url}/runs/of%0Atwo lines", timeout=60)
-
-    assert answer.status_code == 404
-    assert answer.headers["content-type"] == "application/problem+json"

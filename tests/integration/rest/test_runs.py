@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,19 +31,8 @@ _numbers = itertools.count(1)
 
 
 @pytest.fixture
-def api(gateway: GatewayThread) -> Iterator[RestApi]:
-    with RestApi(gateway, writer="test") as api:
-        yield api
-
-
-@pytest.fixture
 def new_name() -> str:
     return f"rest-{next(_numbers)}"
-
-
-@pytest.fixture
-def run(client: redis.Redis, new_run: Callable[..., str]) -> str:
-    return new_run(client)
 
 
 def add(client: redis.Redis, run: str, *uids: str, num_samples: int = 1) -> None:
@@ -91,29 +80,25 @@ def test_run_is_created_once_with_the_same_settings(
     assert "batch_groups is 2, not 3" in problem["detail"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "field"),
-    [
-        ({"batch_group": 2}, "batch_group"),
-        ({}, "batch_groups"),
-        ({"batch_groups": "2"}, "batch_groups"),
-        ({"batch_groups": None}, "batch_groups"),
-        ({"batch_groups": 1e400}, "batch_groups"),
-        ({"batch_groups": 2, "estimator": ["grpo"]}, "estimator"),
-        ({"batch_groups": 2, "extra_columns": [{"name": 1}]}, "extra_columns"),
-        ({"batch_groups": 2, "group_filters": {"a": []}}, "group_filters"),
-        ({"batch_groups": 2, "component_weights": [[]]}, "component_weights"),
-        ({"batch_groups": 2, "lease_s": -1}, "lease_s"),
-    ],
-)
-def test_wrong_setting_is_named(
-    api: RestApi, new_name: str, settings: dict[str, Any], field: str
-) -> None:
-    body = json.dumps({"name": new_name, "settings": settings}).replace("Infinity", "1e400")
-    response = api.http.post("runs", content=body, headers={"content-type": "application/json"})
+WRONG_SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"batch_group": 2}, "batch_group"),
+    ({}, "batch_groups"),
+    ({"batch_groups": "2"}, "batch_groups"),
+    ({"batch_groups": None}, "batch_groups"),
+    ({"batch_groups": 1e400}, "batch_groups"),
+    ({"batch_groups": 2, "estimator": ["grpo"]}, "estimator"),
+    ({"batch_groups": 2, "extra_columns": [{"name": 1}]}, "extra_columns"),
+    ({"batch_groups": 2, "group_filters": {"a": []}}, "group_filters"),
+    ({"batch_groups": 2, "component_weights": [[]]}, "component_weights"),
+    ({"batch_groups": 2, "lease_s": -1}, "lease_s"),
+]
 
-    assert response.status_code == 422, response.text
-    assert response.json()["field"] == field
+
+def test_wrong_setting_is_named(api: RestApi, new_name: str) -> None:
+    for settings, field in WRONG_SETTINGS:
+        body = json.dumps({"name": new_name, "settings": settings}).replace("Infinity", "1e400")
+        response = api.http.post("runs", content=body, headers={"content-type": "application/json"})
+        assert (response.status_code, response.json()["field"]) == (422, field), settings
     assert new_name not in {line["run"] for line in api.get("runs")["runs"]}
 
 
@@ -217,20 +202,13 @@ def test_task_is_held_until_a_prompt_comes(
     assert task["trajectories"] == [{"sample": n, "attempt": 0} for n in range(2)]
     entries = RunReader(client, run).ledger()
     assert entries == {"a%231/0/0": "open:1:test", "a%231/1/0": "open:1:test"}
-
-
-def test_turns_of_a_task_are_sent_by_its_writer(
-    api: RestApi, gateway: GatewayThread, client: redis.Redis, run: str
-) -> None:
-    add(client, run, "a")
-    task = api.post(f"runs/{run}/tasks")
     turn = {"turn": 0, "prompt_ids": [1], "response_ids": [2], "seal": {"reward": 1.0}}
 
     with IngestClient(gateway, run, writer=task["writer"]) as ingest:
         (result,) = ingest.results("turns", {"group_id": task["group_id"], "sample": 0, **turn})
 
     assert (result["status"], result["state"]) == (201, "sealed")
-    assert RunReader(client, run).states() == {"a%231/0/0": "sealed"}
+    assert RunReader(client, run).states() == {"a%231/0/0": "sealed", "a%231/1/0": "open"}
 
 
 def test_requests_of_one_writer_take_different_tasks(
@@ -301,13 +279,17 @@ def test_held_requests_use_no_connection_of_the_gateway(
         assert len({each.result(30)["group_id"] for each in held}) == 8
 
 
-def test_left_task_abandons_what_is_open(api: RestApi, client: redis.Redis, run: str) -> None:
+def test_left_task_abandons_what_its_writer_has_open(
+    api: RestApi, gateway: GatewayThread, client: redis.Redis, run: str
+) -> None:
     add(client, run, "a", num_samples=3)
     task = api.post(f"runs/{run}/tasks")
     sealed = {"group_id": "a#1", "sample": 1, "turn": 0, "prompt_ids": [1], "response_ids": [2]}
     api.post(f"runs/{run}/turns", items=[{**sealed, "seal": {"reward": 0.0}}])
     end = {name: task[name] for name in ("group_id", "trajectories")}
 
+    with RestApi(gateway, writer="other") as other:
+        assert other.post(f"runs/{run}/tasks/end", **end) == {"abandoned": []}
     content = api.post(f"runs/{run}/tasks/end", **end, reason="no engine")
 
     assert content["abandoned"] == [{"sample": 0, "attempt": 0}, {"sample": 2, "attempt": 0}]
@@ -317,19 +299,6 @@ def test_left_task_abandons_what_is_open(api: RestApi, client: redis.Redis, run:
         "a%231/2/0": "abandoned:no engine",
     }
     assert api.post(f"runs/{run}/tasks/end", **end)["abandoned"] == []
-
-
-def test_task_of_another_writer_is_not_left(
-    api: RestApi, gateway: GatewayThread, client: redis.Redis, run: str
-) -> None:
-    add(client, run, "a")
-    task = api.post(f"runs/{run}/tasks")
-    end = {name: task[name] for name in ("group_id", "trajectories")}
-
-    with RestApi(gateway, writer="other") as other:
-        assert other.post(f"runs/{run}/tasks/end", **end) == {"abandoned": []}
-
-    assert RunReader(client, run).states() == {"a%231/0/0": "open"}
 
 
 def test_rewards_have_one_result_each(
@@ -344,6 +313,9 @@ def test_rewards_have_one_result_each(
 
     results = api.post(f"runs/{run}/rewards", items=items)["results"]
 
+    missing = {"group_id": "g", "sample": 1}
+    problem = api.refused("POST", f"runs/{run}/rewards", 422, items=[items[2], missing])
+    assert problem["field"] == "items.1.reward"
     assert [each["status"] for each in results] == [201, 201, 409, 409]
     assert [each.get("outcome") for each in results] == ["posted", "duplicate", None, None]
     assert "sealed with its reward" in results[3]["problem"]["detail"]
@@ -351,11 +323,3 @@ def test_rewards_have_one_result_each(
         event for event in RunReader(client, run).events() if hasattr(event, "reward_components")
     ][-1:]
     assert (event.key, event.reward) == (TrajectoryKey("g", 0), 0.5)
-
-
-def test_malformed_reward_is_named_and_none_is_posted(api: RestApi, run: str) -> None:
-    good, bad = {"group_id": "g", "sample": 0, "reward": 1.0}, {"group_id": "g", "sample": 1}
-
-    problem = api.refused("POST", f"runs/{run}/rewards", 422, items=[good, bad])
-
-    assert problem["field"] == "items.1.reward"

@@ -41,34 +41,24 @@ def test_a_clock_that_stands_still_refills_nothing():
     assert bucket.missing_s(1, now_s=5.0) == bucket.missing_s(1, now_s=4.0) == 0.1
 
 
-def test_rates_below_one_per_second_admit_the_first_request():
-    meter = Meter(KeyLimits(requests_per_s=0.1), now_s=0.0)
-
-    assert [meter.admit(0, now_s=0.0), meter.admit(0, now_s=0.0)] == [0.0, 10.0]
-
-
-def test_refused_request_uses_nothing_of_the_other_limit():
-    meter = Meter(KeyLimits(requests_per_s=1.0, bytes_per_s=100.0), now_s=0.0)
-
-    waits = [meter.admit(each, now_s=0.0) for each in (200, 100, 0)]
-
-    assert waits == [0.0, 1.0, 0.0]
+METERS: list[tuple[KeyLimits, list[tuple[int, float]], list[float]]] = [
+    (KeyLimits(requests_per_s=0.1), [(0, 0.0), (0, 0.0)], [0.0, 10.0]),
+    # A refused request uses nothing of the other limit.
+    (KeyLimits(1.0, 100.0), [(200, 0.0), (100, 0.0), (0, 0.0)], [0.0, 1.0, 0.0]),
+    # A body above the burst waits for a full bucket, and is paid later.
+    (KeyLimits(bytes_per_s=100.0), [(1_000, 0.0), (1, 0.0), (1, 8.01)], [0.0, 8.01, 0.0]),
+]
+"""Limits, the bytes and times of requests, and their waits."""
 
 
-def test_body_above_the_burst_waits_for_a_full_bucket_and_is_paid_later():
+def test_requests_wait_for_both_limits_of_their_key():
+    for limits, requests, waits in METERS:
+        meter = Meter(limits, now_s=0.0)
+        assert [meter.admit(num_bytes, now_s=at_s) for num_bytes, at_s in requests] == waits
+
     meter = Meter(KeyLimits(bytes_per_s=100.0), now_s=0.0)
-
-    waits = [meter.admit(1_000, now_s=0.0), meter.admit(1, now_s=0.0), meter.admit(1, now_s=8.01)]
-
-    assert waits == [0.0, 8.01, 0.0]
-
-
-def test_bytes_of_unknown_length_delay_the_next_request():
-    meter = Meter(KeyLimits(bytes_per_s=100.0), now_s=0.0)
-
     assert meter.admit(0, now_s=0.0) == 0.0
-    meter.add_bytes(500)
-
+    meter.add_bytes(500)  # of unknown length
     assert meter.admit(0, now_s=0.0) == 3.0
 
 

@@ -26,38 +26,31 @@ def test_record_of_a_key_has_all_of_it() -> None:
     assert decode_key("id", encode_key(KEY)) == KEY
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"name": 5},
-        {"name": "\ud800"},
-        {"roles": "admin"},
-        {"roles": [["admin"]]},
-        {"roles": [1]},
-        {"runs": "maze"},
-        {"runs": [None]},
-        {"created_ms": "5"},
-        {"expires_ms": True},
-        {"expires_ms": "7"},
-        {"expires_ms": 10**400},
-        {"limits": None},
-        {"limits": {"requests_per_s": "5"}},
-        {"limits": {"requests_per_s": 0}},
-        {"limits": {"bytes_per_s": float("nan")}},
-        {"limits": {"max_body_bytes": 10**400}},
-        {"limits": {"other": 1}},
-        {"other": 1},
-    ],
-    ids=str,
-)
-def test_record_with_a_wrong_value_is_corrupt(changed: dict[str, Any]) -> None:
-    values = json.loads(encode_key(KEY)) | changed
-
-    with pytest.raises(CorruptRecordError, match="the record of the key"):
-        decode_key("id", json.dumps(values).encode())
+WRONG: list[dict[str, Any]] = [
+    {"name": 5},
+    {"name": "\ud800"},
+    {"roles": "admin"},
+    {"roles": [["admin"]]},
+    {"roles": [1]},
+    {"runs": "maze"},
+    {"runs": [None]},
+    {"created_ms": "5"},
+    {"expires_ms": True},
+    {"expires_ms": "7"},
+    {"expires_ms": 10**400},
+    {"limits": None},
+    {"limits": {"requests_per_s": "5"}},
+    {"limits": {"requests_per_s": 0}},
+    {"limits": {"bytes_per_s": float("nan")}},
+    {"limits": {"max_body_bytes": 10**400}},
+    {"limits": {"other": 1}},
+    {"other": 1},
+]
 
 
-@pytest.mark.parametrize("stored", [b"", b"[]", b"{}", b"\xff", b"5", b"[" * 100_000])
-def test_record_of_other_bytes_is_corrupt(stored: bytes) -> None:
-    with pytest.raises(CorruptRecordError, match="the record of the key"):
-        decode_key("id", stored)
+def test_other_record_of_a_key_is_corrupt() -> None:
+    values = json.loads(encode_key(KEY))
+    damaged = [b"", b"[]", b"{}", b"\xff", b"5", b"[" * 100_000]
+    for stored in [*damaged, *(json.dumps(values | each).encode() for each in WRONG)]:
+        with pytest.raises(CorruptRecordError, match="the record of the key"):
+            decode_key("id", stored)
