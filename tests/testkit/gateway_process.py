@@ -1,4 +1,4 @@
-"""A gateway in a process of its own, whose CPU time and memory are measured."""
+"""A gateway in a process of its own, and the CPU time and memory of processes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import NamedTuple, Self
 import psutil
 
 from testkit.waiting import wait_until
-
-_MB = 1 << 20
 
 
 class Cost(NamedTuple):
@@ -51,30 +49,37 @@ class GatewayProcess:
         """Return the address for a client."""
         return f"http://{self._file.read_text().strip()}"
 
-    @contextlib.contextmanager
-    def measured(self) -> Iterator[list[Cost]]:
-        """Measure the block; the list has the cost after it."""
-        cost: list[Cost] = []
-        before_s, before_mb = self._cpu_s(), self._memory("VmRSS")
-        for each in self._all():
-            Path(f"/proc/{each.pid}/clear_refs").write_text("5")  # resets the peak
-        yield cost
-        cost.append(Cost(self._cpu_s() - before_s, self._memory("VmHWM") - before_mb))
+    @property
+    def pid(self) -> int:
+        """Return the id of the process."""
+        return self._process.pid
 
-    def _all(self) -> list[psutil.Process]:
-        own = psutil.Process(self._process.pid)
-        return [own, *own.children(recursive=True)]
 
-    def _cpu_s(self) -> float:
-        """Return the CPU time of the process and of its children, finished ones included."""
-        own = psutil.Process(self._process.pid).cpu_times()
-        live = [each.cpu_times() for each in self._all()[1:]]
-        ended = own.children_user + own.children_system
-        return own.user + own.system + ended + sum(each.user + each.system for each in live)
+@contextlib.contextmanager
+def measured(pid: int) -> Iterator[list[Cost]]:
+    """Measure a process and its children in the block; the list has the cost after it."""
+    cost: list[Cost] = []
+    before_s, before_mb = _cpu_s(pid), _memory_mb(pid, "VmRSS")
+    for each in _family(pid):
+        Path(f"/proc/{each.pid}/clear_refs").write_text("5")  # resets the peak
+    yield cost
+    cost.append(Cost(_cpu_s(pid) - before_s, _memory_mb(pid, "VmHWM") - before_mb))
 
-    def _memory(self, field: str) -> float:
-        """Return the sum of a memory field of all processes in MiB."""
-        return sum(_kilobytes(each.pid, field) for each in self._all()) * 1024 / _MB
+
+def _family(pid: int) -> list[psutil.Process]:
+    own = psutil.Process(pid)
+    return [own, *own.children(recursive=True)]
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the CPU time of a process and of its children, finished ones included."""
+    own, *live = [each.cpu_times() for each in _family(pid)]
+    ended = own.children_user + own.children_system
+    return own.user + own.system + ended + sum(each.user + each.system for each in live)
+
+
+def _memory_mb(pid: int, field: str) -> float:
+    return sum(_kilobytes(each.pid, field) for each in _family(pid)) / 1024
 
 
 def _kilobytes(pid: int, field: str) -> int:

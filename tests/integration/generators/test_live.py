@@ -16,13 +16,11 @@ import torch
 from transformers import PreTrainedModel
 
 import testkit
+from testkit.stores import RunReader
 from testkit.training import make_engine
 from turnstream.batching.merge.merging import turn_prompts
 from turnstream.batching.merge.storing import anchor_hash
 from turnstream.errors import InvalidConfigError, NotReadyError, StoreUnavailableError
-from turnstream.records.events import decode_event
-from turnstream.records.turns import decode_turn
-from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
 from turnstream.store.run.runs import close_run
 from turnstream.store.service_calls import StoreCalls
@@ -31,7 +29,6 @@ from turnstream.types import (
     SealedTrajectory,
     StoredTurn,
     TrajectoryAbandoned,
-    TrajectoryKey,
     TrajectoryState,
     VersionAnnounced,
 )
@@ -82,17 +79,19 @@ class LiveRun(NamedTuple):
         async with connect_async(self.url) as client:
             await announce_version(client, self.name, announced, session_epoch=self.session_epoch)
 
-    def events(self, kind: type) -> list[Any]:
-        """All events of one kind, in order."""
-        entries: Any = self.client.xrange(keys.run_keys(self.name).events)
-        events = [decode_event(fields[b"r"]) for _, fields in entries]
-        return [event for event in events if isinstance(event, kind)]
+    @property
+    def reader(self) -> RunReader:
+        """Return the run as the store has it."""
+        return RunReader(self.client, self.name)
 
-    def turns(self, key: TrajectoryKey) -> list[StoredTurn]:
-        """The stored turns of a sealed trajectory."""
-        names = keys.trajectory_keys(self.name, keys.trajectory_id(key))
-        entries: Any = self.client.xrange(names.turns)
-        return [decode_turn(fields[b"r"]) for _, fields in entries[:-1]]
+    def events(self, kind: type) -> list[Any]:
+        """Return all events of one kind, in order."""
+        return [event for event in self.reader.events() if isinstance(event, kind)]
+
+    def policy(self, calls: StoreCalls | None = None) -> NewestPolicy:
+        """Return a policy that has no weights yet."""
+        calls = calls or StoreCalls(self.url)
+        return NewestPolicy(calls, RunId(self.name), cache=self.folder / "cache")
 
     def count(self, state: TrajectoryState) -> int:
         """Trajectories in this state."""
@@ -128,7 +127,8 @@ async def test_games_are_published_turn_by_turn_with_logprobs_version_and_outcom
 ) -> None:
     model = await live_run.announce(3, seed=1)
 
-    await generate(live_run.config(max_groups=6))
+    for _ in range(2):  # a restarted generator of the same name and seed makes new groups
+        await generate(live_run.config(max_groups=3))
 
     sealed: list[SealedTrajectory] = live_run.events(SealedTrajectory)
     groups = {event.group_id: event for event in live_run.events(GroupOpened)}
@@ -136,7 +136,7 @@ async def test_games_are_published_turn_by_turn_with_logprobs_version_and_outcom
     assert len(sealed) == 12
     for trajectory in sealed:
         secret = int(groups[trajectory.key.group_id].prompt_uid.removeprefix("secret-"))
-        turns = live_run.turns(trajectory.key)
+        turns = live_run.reader.turns(trajectory.key)
         assert trajectory.reward == _replayed(turns, secret=secret)
         assert trajectory.oldest_version == trajectory.newest_version == 3
         assert trajectory.sampling == {"temperature": 1.0}
@@ -145,23 +145,7 @@ async def test_games_are_published_turn_by_turn_with_logprobs_version_and_outcom
         _check_logprobs(model, turns)
 
 
-async def test_games_are_finished_until_the_run_is_closed(
-    live_run: LiveRun,
-) -> None:
-    await live_run.announce(0, seed=1)
-    generator = asyncio.create_task(generate(live_run.config()))
-    await _wait_for(lambda: live_run.count(TrajectoryState.SEALED) >= 16)
-
-    close_run(live_run.client, live_run.name)
-    await asyncio.wait_for(generator, timeout=60)
-
-    ledger = read_ledger(live_run.client, live_run.name)
-    ledger.check()
-    assert ledger.by_state[TrajectoryState.SEALED] == ledger.accepted
-    assert ledger.accepted == 2 * len(live_run.events(GroupOpened))
-
-
-async def test_a_generator_that_is_stopped_abandons_its_games_and_says_why(
+async def test_generator_that_ends_in_its_games_abandons_them_and_says_why(
     live_run: LiveRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await live_run.announce(0, seed=1)
@@ -172,10 +156,12 @@ async def test_a_generator_that_is_stopped_abandons_its_games_and_says_why(
         may_end.wait(60)
         return []
 
+    def fail(*_: object, **__: object) -> list[object]:
+        raise StoreUnavailableError("the store went away")
+
     monkeypatch.setattr(live, "sample_tokens", sample_for_ever)
     generator = asyncio.create_task(generate(live_run.config()))
     await asyncio.to_thread(has_begun.wait, 60)
-
     generator.cancel()
     may_end.set()
     with pytest.raises(asyncio.CancelledError):
@@ -185,6 +171,9 @@ async def test_a_generator_that_is_stopped_abandons_its_games_and_says_why(
     assert live_run.count(TrajectoryState.ABANDONED) == len(abandoned) == 8
     assert live_run.count(TrajectoryState.OPEN) == 0
     assert {"Cancelled" in event.reason for event in abandoned} == {True}
+    monkeypatch.setattr(live, "sample_tokens", fail)
+    with pytest.raises(StoreUnavailableError, match="went away"):
+        await generate(live_run.config())
 
 
 async def test_two_generators_above_capacity_do_not_block_each_other(
@@ -202,25 +191,17 @@ async def test_two_generators_above_capacity_do_not_block_each_other(
 
     close_run(run.client, run.name)
     await asyncio.wait_for(asyncio.gather(*generators), timeout=60)
-    assert run.count(TrajectoryState.OPEN) == 0
-
-
-async def test_a_restarted_generator_of_the_same_name_and_seed_makes_new_groups(
-    live_run: LiveRun,
-) -> None:
-    await live_run.announce(0, seed=1)
-
-    await generate(live_run.config(max_groups=2))
-    await generate(live_run.config(max_groups=2))
-
-    assert live_run.count(TrajectoryState.SEALED) == 8
+    ledger = read_ledger(run.client, run.name)
+    ledger.check()
+    assert ledger.by_state[TrajectoryState.SEALED] == ledger.accepted
+    assert ledger.accepted == 2 * len(run.events(GroupOpened))
 
 
 async def test_newer_weights_are_loaded_and_older_ones_are_kept_until_then(
     live_run: LiveRun,
 ) -> None:
     first = await live_run.announce(0, seed=1)
-    policy = NewestPolicy(StoreCalls(live_run.url), RunId(live_run.name), cache=live_run.folder)
+    policy = live_run.policy()
     policy.refresh()
     before = policy.model
     policy.refresh()
@@ -235,22 +216,21 @@ async def test_newer_weights_are_loaded_and_older_ones_are_kept_until_then(
     assert not _equal(policy.model, first)
 
 
-@pytest.mark.parametrize("is_served", [False, True])
+@pytest.mark.parametrize("place", ["file", "server"])
 async def test_removed_weights_are_replaced_by_newer_ones(
-    live_run: LiveRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_served: bool
+    live_run: LiveRun, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     # The trainer had removed version 0 between the announcement and the loading of it.
     newest = await live_run.announce(1, seed=2)
     calls = StoreCalls(live_run.url)
-    policy = NewestPolicy(calls, RunId(live_run.name), cache=tmp_path / "cache")
-    with serve_weights(tmp_path, listen="127.0.0.1:0") as server:
-        folder = server.url if is_served else tmp_path.as_uri()
-        removed = VersionAnnounced(version=0, step=0, lineage="", weights_uri=f"{folder}/v0")
-        announced = [removed]
-        true_newest = calls.newest_version
+    find = calls.newest_version
+    with serve_weights(live_run.folder, listen="127.0.0.1:0") as server:
+        base = server.url if place == "server" else live_run.folder.as_uri()
+        found = [VersionAnnounced(version=0, step=0, lineage="", weights_uri=f"{base}/v0")]
         monkeypatch.setattr(
-            calls, "newest_version", lambda of: announced.pop() if announced else true_newest(of)
+            calls, "newest_version", lambda run: found.pop() if found else find(run)
         )
+        policy = live_run.policy(calls)
 
         policy.refresh()
 
@@ -258,12 +238,10 @@ async def test_removed_weights_are_replaced_by_newer_ones(
     assert _equal(policy.model, newest)
 
 
-async def test_weights_over_http_are_those_of_the_trainer(
-    live_run: LiveRun, tmp_path: Path
-) -> None:
+async def test_weights_over_http_are_those_of_the_trainer(live_run: LiveRun) -> None:
     model = load_policy(SmallModelSpec(vocab_size=VOCAB_SIZE, hidden_size=16, num_layers=1))
-    config = TrainerConfig(run="run", folder=tmp_path, weights_listen="127.0.0.1:0")
-    policy = NewestPolicy(StoreCalls(live_run.url), RunId(live_run.name), cache=tmp_path / "cache")
+    config = TrainerConfig(run="run", folder=live_run.folder, weights_listen="127.0.0.1:0")
+    policy = live_run.policy()
     with WeightsPublisher(config) as publisher:
         uri = publisher.publish(make_engine(model).gather_weights(), version=7)
         await live_run.say(7, uri=uri)
@@ -280,9 +258,7 @@ async def test_generator_keeps_its_weights_while_their_server_is_away(
 ) -> None:
     monkeypatch.setattr(live, "_FETCH_TIMEOUT_S", 0.2)
     kept = await live_run.announce(0, seed=1)
-    policy = NewestPolicy(
-        StoreCalls(live_run.url), RunId(live_run.name), cache=live_run.folder / "cache"
-    )
+    policy = live_run.policy()
     policy.refresh()
     await live_run.say(1, uri="http://127.0.0.1:1/v1")
 
@@ -299,36 +275,16 @@ async def test_generator_keeps_its_weights_while_their_server_is_away(
     assert _equal(policy.model, newest)
 
 
-@pytest.mark.parametrize("uri", ["file:///nowhere/v7", "s3://bucket/v7", ""])
-async def test_unloadable_weights_are_refused_with_their_version(
-    live_run: LiveRun, uri: str
-) -> None:
-    await live_run.say(7, uri=uri)
-
-    with pytest.raises(InvalidConfigError, match=r"v7|version 7"):
-        NewestPolicy(
-            StoreCalls(live_run.url), RunId(live_run.name), cache=live_run.folder
-        ).refresh()
+async def test_unloadable_weights_are_refused_with_their_version(live_run: LiveRun) -> None:
+    for version, uri in enumerate(("file:///nowhere/v7", "s3://bucket/v7", "")):
+        await live_run.say(version, uri=uri)
+        with pytest.raises(InvalidConfigError, match=rf"v7|version {version}"):
+            live_run.policy().refresh()
 
 
-async def test_generator_without_weights_stops_at_its_deadline(
-    live_run: LiveRun,
-) -> None:
+async def test_generator_without_weights_stops_at_its_deadline(live_run: LiveRun) -> None:
     with pytest.raises(NotReadyError, match=r"no weights within 0\.05 s"):
         await generate(live_run.config(timeout_s=0.05))
-
-
-async def test_an_error_in_the_middle_of_the_games_comes_out_as_itself(
-    live_run: LiveRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> list[object]:
-        raise StoreUnavailableError("the store went away")
-
-    await live_run.announce(0, seed=1)
-    monkeypatch.setattr(live, "sample_tokens", fail)
-
-    with pytest.raises(StoreUnavailableError, match="went away"):
-        await generate(live_run.config())
 
 
 def _replayed(turns: Sequence[StoredTurn], *, secret: int) -> float:

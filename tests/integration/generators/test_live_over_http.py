@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
@@ -45,63 +44,35 @@ async def run(
     return name
 
 
-@pytest.fixture
-def generator(
+def test_generator_over_http_plays_until_the_run_is_closed(
     server: EmbeddedServer, client: redis.Redis, run: str, tmp_path: Path
-) -> Iterator[Callable[[Any], subprocess.Popen[str]]]:
-    """`generator("produce")` starts a process whose key has this role."""
-    started: list[subprocess.Popen[str]] = []
-    with GatewayThread(server.url, requires_key=True) as gateway:
-
-        def start(role: Any) -> subprocess.Popen[str]:
-            key = create_key(client, f"{role} of {run}", roles=[role])
-            (tmp_path / "key").write_text(key)
-            words = ["serve", "generator", "--run", run, "--round", "2", "--threads", "1"]
-            process = popen(
-                [sys.executable, "-m", "turnstream_server.cli", *words],
-                env={
-                    **os.environ,
-                    "TURNSTREAM_REDIS_URL": gateway.base_url,
-                    "TURNSTREAM_REDIS_PASSWORD_FILE": str(tmp_path / "no password of a store"),
-                    "TURNSTREAM_KEY_FILE": str(tmp_path / "key"),
-                },
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            started.append(process)
-            return process
-
-        yield start
-        for process in started:
-            process.kill()
-            process.communicate()
-
-
-def test_generator_plays_over_http_until_the_run_is_closed(
-    client: redis.Redis, run: str, generator: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    process = generator("produce")
+    with GatewayThread(server.url, requires_key=True) as gateway:
+        (tmp_path / "key").write_text(create_key(client, f"of {run}", roles=["produce"]))
+        words = ["serve", "generator", "--run", run, "--round", "2", "--threads", "1"]
+        process = popen(
+            [sys.executable, "-m", "turnstream_server.cli", *words],
+            env={
+                **os.environ,
+                "TURNSTREAM_REDIS_URL": gateway.base_url,
+                "TURNSTREAM_REDIS_PASSWORD_FILE": str(tmp_path / "no password of a store"),
+                "TURNSTREAM_KEY_FILE": str(tmp_path / "key"),
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
-    def has_played() -> bool:
-        assert process.poll() is None, process.communicate()
-        return read_ledger(client, run).by_state[TrajectoryState.SEALED] >= 16
+        def has_played() -> bool:
+            assert process.poll() is None, process.communicate()
+            return read_ledger(client, run).by_state[TrajectoryState.SEALED] >= 16
 
-    wait_until(has_played, 120, describe="two groups")
-    close_run(client, run)
-    _, log = process.communicate(timeout=60)
+        try:
+            wait_until(has_played, 120, describe="two groups")
+            close_run(client, run)
+            _, log = process.communicate(timeout=60)
+        finally:
+            process.kill()
 
     assert process.returncode == 0, log
     ledger = read_ledger(client, run)
     assert ledger.by_state[TrajectoryState.SEALED] == ledger.accepted
-
-
-def test_generator_over_http_ends_without_the_role_produce(
-    client: redis.Redis, run: str, generator: Callable[..., subprocess.Popen[str]]
-) -> None:
-    process = generator("read")
-
-    _, log = process.communicate(timeout=120)
-
-    assert process.returncode not in (0, None)
-    assert "has the roles read, needed is produce" in log
-    assert read_ledger(client, run).accepted == 0

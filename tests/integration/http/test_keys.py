@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import redis
 
@@ -229,7 +230,10 @@ def test_certificates_of_the_gateway_are_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gateway = new_gateway(tls=certificates.tls)
+    assert gateway.address.startswith("https://127.0.0.1:")
     url = f"https://{address_of(gateway.address)}"
+    with pytest.raises(httpx2.RemoteProtocolError):
+        httpx2.get(f"{url.replace('https://', 'http://')}/healthz")
 
     with pytest.raises(StoreUnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
         turnstream.connect(url)

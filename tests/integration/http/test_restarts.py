@@ -67,37 +67,27 @@ def check_whole(reader: RunReader, num_groups: int) -> None:
         assert reader.spelled(seal.key) == [("ab", "cd")]
 
 
-def test_gateway_that_is_restarted_loses_nothing(
-    own_gateway: GatewayThread, own_client: redis.Redis, own_run: str
-) -> None:
-    with turnstream.connect(own_gateway.base_url) as service:
-        thread, done = publish_in_thread(service.run(own_run), NUM_GROUPS)
-        for number in (10, 25, 40):
-            wait_until(lambda number=number: len(done) > number, describe="some groups")
-            own_gateway.stop()
-            own_gateway.start()
-        thread.join(60)
-
-    check_whole(RunReader(own_client, own_run), NUM_GROUPS)
-    assert (done[-1].num_lost, done[-1].num_restarts) == (0, 0)
-    assert done[-1].num_retries > 0
-
-
-def test_store_behind_a_gateway_that_is_restarted_loses_nothing(
-    own_gateway: GatewayThread, own_server: EmbeddedServer, own_run: str
+@pytest.mark.parametrize("restarted", ["gateway", "store"])
+def test_restarts_behind_the_sdk_lose_nothing(
+    own_gateway: GatewayThread, own_server: EmbeddedServer, own_run: str, restarted: str
 ) -> None:
     with turnstream.connect(own_gateway.base_url) as service:
         thread, done = publish_in_thread(service.run(own_run), NUM_GROUPS)
         for number in (15, 35):
             wait_until(lambda number=number: len(done) > number, describe="some groups")
-            own_server.kill()
-            own_server.restart()
+            if restarted == "gateway":
+                own_gateway.stop()
+                own_gateway.start()
+            else:
+                own_server.kill()
+                own_server.restart()
         thread.join(60)
 
     with connect(own_server.url) as client:
         check_whole(RunReader(client, own_run), NUM_GROUPS)
     assert done[-1].num_lost == 0
-    assert done[-1].num_restarts > 0
+    assert done[-1].num_retries > 0
+    assert (done[-1].num_restarts > 0) == (restarted == "store")
 
 
 def test_writes_that_a_restarted_store_has_lost_are_sent_again(
@@ -130,8 +120,8 @@ def test_writes_that_a_restarted_store_has_lost_are_sent_again(
             assert publisher.statistics().num_restarts == 1
 
 
-def test_gateway_that_is_away_is_an_unavailable_store(
-    own_gateway: GatewayThread, own_run: str
+def test_gateway_or_store_that_is_away_is_an_unavailable_store(
+    own_gateway: GatewayThread, own_server: EmbeddedServer, own_run: str
 ) -> None:
     with turnstream.connect(own_gateway.base_url) as service:
         run = service.run(own_run)
@@ -151,24 +141,16 @@ def test_gateway_that_is_away_is_an_unavailable_store(
 
         own_gateway.start()
         assert run.config.batch_groups == 100
+        own_server.kill()
+        with pytest.raises(StoreUnavailableError, match="the store cannot be reached"):
+            _ = run.config
+        own_server.restart()
+        assert run.config.batch_groups == 100
 
     reasons = {each.kind: each for each in writing.value.reasons}
     address = reasons[WaitKind.STORE_AWAY].facts["address"]
     assert address == address_of(own_gateway.base_url)
     assert reading.value.retry_after_s is not None
-
-
-def test_store_behind_the_gateway_that_is_away_is_unavailable(
-    own_gateway: GatewayThread, own_server: EmbeddedServer, own_run: str
-) -> None:
-    with turnstream.connect(own_gateway.base_url) as service:
-        run = service.run(own_run)
-        own_server.kill()
-        with pytest.raises(StoreUnavailableError, match="the store cannot be reached"):
-            _ = run.config
-        own_server.restart()
-
-        assert run.config.batch_groups == 100
 
 
 def test_large_round_survives_a_gateway_that_cannot_look_up_its_key(

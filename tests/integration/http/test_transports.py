@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 import redis
@@ -107,158 +107,133 @@ async def test_async_publisher_works_over_http(
 # ------------------------------------------------------------------------------ errors
 
 
-def _deleted_run(service: turnstream.Service, name: str, client: redis.Redis) -> None:
-    run = service.create_run(name, batch_groups=1)
-    delete_run(client, name)
-    _ = run.config
+class Mistakes:
+    """Wrong calls of a service, and what their errors say."""
+
+    def __init__(self, service: turnstream.Service, name: str, client: redis.Redis) -> None:
+        self.found: list[Any] = []
+        self._service = service
+        self._name = name
+        self._client = client
+
+    @contextlib.contextmanager
+    def wrong(self, kind: type[TurnstreamError]) -> Iterator[None]:
+        """Expect an error of this kind in the block."""
+        with pytest.raises(kind) as raised:
+            yield
+        self.found.append(_described(raised.value, self._name))
+
+    def call_a_service(self) -> None:
+        """Make calls of a service that have wrong arguments."""
+        service = self._service
+        service.create_run(self._name, batch_groups=1)
+        for name in ("no such run", ".."):
+            with self.wrong(RunNotFoundError):
+                service.run(name)
+        with self.wrong(InvalidConfigError):
+            service.run("x" * 513)
+        with self.wrong(InvalidConfigError):
+            service.create_run("a~2", batch_groups=1)
+        with self.wrong(InvalidConfigError):
+            service.create_run("new", batch_groups=1, pass_k=3)
+        with self.wrong(ConflictError):
+            service.create_run(self._name, batch_groups=2)
+
+    def call_a_run(self) -> None:
+        """Make calls of a run that have wrong arguments, or come at a wrong time."""
+        run = self._service.create_run(f"{self._name} called", batch_groups=1, max_samples=2)
+        prompts = [Prompt(prompt_uid="p", payload=b"", num_samples=each) for each in (1, 3)]
+        with self.wrong(InvalidConfigError):
+            run.revise(from_step=0, batch_groups=2)
+        with self.wrong(InvalidConfigError):
+            run.close(leftover=cast("Any", "burn"))
+        for reward, kind in ((float("nan"), InvalidTurnError), (1.0, ConflictError)):
+            with self.wrong(kind):
+                run.post_reward(TrajectoryKey("g", 0), reward)
+        with self.wrong(ConflictError):
+            run.add_prompts(prompts[:1], first=7)
+        with self.wrong(InvalidTurnError):
+            run.add_prompts([], first=0)
+        with self.wrong(InvalidTurnError):
+            run.add_prompts(prompts[1:])
+        with self.wrong(NotReadyError):
+            run.wait_for_version(timeout_s=0.3)
+        with run.publisher("a") as publisher, self.wrong(NotReadyError):
+            publisher.next_task(0.3)
+        run.close(leftover="carry")
+        with self.wrong(ConflictError):
+            run.close(leftover="drop")
+
+    def open_groups(self) -> None:
+        """Open groups and trajectories that a writer may not have."""
+        run = self._service.create_run(f"{self._name} groups", batch_groups=8, max_samples=2)
+        with run.publisher("a") as first, run.publisher("b") as second:
+            first.publish(group("g")).result()
+            with self.wrong(ConflictError), second.group("g", 2):
+                pass
+            with self.wrong(GroupTooLargeError), first.group("h", 3):
+                pass
+            with first.trajectory("t", 0, num_samples=1) as open_:
+                open_.append(ids("a"), ids("B")).result()
+                with self.wrong(ConflictError):
+                    second.adopt("t", 0)
+                open_.seal(1.0)
+            run.close()
+            with self.wrong(EndOfRunError), first.group("late", 1):
+                pass
+        narrow = self._service.create_run(f"{self._name} narrow", **ONE_GROUP)
+        with narrow.publisher("a", admission_timeout_s=0.5) as publisher:
+            publisher.publish(group("g")).result()
+            with self.wrong(NotReadyError):
+                publisher.publish(group("h")).result()
+
+    def use_a_deleted_run(self) -> None:
+        """Use a run that was deleted, while the next run of its name exists."""
+        name = f"{self._name} deleted"
+        run = self._service.create_run(name, batch_groups=1)
+        delete_run(self._client, name)
+        with self.wrong(RunNotFoundError):
+            _ = run.config
+        assert self._service.create_run(name, batch_groups=2).config.batch_groups == 2
+        calls: list[Callable[[], object]] = [
+            *(run.credit, run.pause, run.resume, run.close, run.reopen, run.batches),
+            lambda: run.config,
+            lambda: run.revise(from_step=2, batch_groups=4),
+            lambda: run.post_reward(TrajectoryKey("g", 0), 1.0),
+            lambda: run.add_prompts([Prompt(prompt_uid="p", payload=b"", num_samples=1)]),
+        ]
+        for call in calls:
+            with self.wrong(RunNotFoundError):
+                call()
+        assert self._service.run(name).credit().reason is None  # nothing has changed it
+
+    def read_other_records(self) -> None:
+        """Read a run of another release, and a damaged one."""
+        name = f"{self._name} stored"
+        run = self._service.create_run(name, batch_groups=1)
+        later = encode_config(run.config).replace('"format": 3', '"format": 9')
+        for stored, kind in ((later, UnknownFormatError), ("{", CorruptRecordError)):
+            self._client.hset(keys.run_keys(name).config, "1", stored)
+            with self.wrong(kind):
+                _ = run.config
 
 
-def _group_again(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    run = service.create_run(name, batch_groups=8)
-    with run.publisher("a") as first, first.group("g", 1) as members:
-        for trajectory in members:
-            trajectory.append(ids("a"), ids("B"))
-            trajectory.seal(1.0)
-    with run.publisher("b") as second, second.group("g", 1):
-        pass
-
-
-def _closed_run(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    run = service.create_run(name, batch_groups=8)
-    run.close()
-    with run.publisher("a") as publisher, publisher.group("g", 1):
-        pass
-
-
-def _no_admission(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    run = service.create_run(name, **ONE_GROUP)
-    with run.publisher("a", admission_timeout_s=0.5) as publisher, publisher.group("g", 1):
-        publisher.publish(group("h")).result()
-
-
-def _large_group(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    run = service.create_run(name, batch_groups=8, max_samples=2)
-    with run.publisher("a") as publisher, publisher.group("g", 3):
-        pass
-
-
-def _held_trajectory(service: turnstream.Service, name: str, _: redis.Redis) -> None:
-    run = service.create_run(name, batch_groups=8)
-    with (
-        run.publisher("a") as first,
-        run.publisher("b") as second,
-        first.trajectory("g", 0, num_samples=1) as open_,
-    ):
-        open_.append(ids("a"), ids("B")).result()
-        second.adopt("g", 0)
-
-
-def _next_run_of_the_name(service: turnstream.Service, name: str, client: redis.Redis) -> None:
-    run = service.create_run(name, batch_groups=1)
-    delete_run(client, name)
-    assert service.create_run(name, batch_groups=2).config.batch_groups == 2
-    calls: list[Callable[[], object]] = [
-        lambda: run.config,
-        run.credit,
-        run.pause,
-        run.resume,
-        run.close,
-        run.reopen,
-        lambda: run.revise(from_step=2, batch_groups=4),
-        lambda: run.post_reward(TrajectoryKey("g", 0), 1.0),
-        lambda: run.add_prompts([Prompt(prompt_uid="p", payload=b"", num_samples=1)]),
-        run.batches,
-    ]
-    for call in calls:
-        with pytest.raises(RunNotFoundError):
-            call()
-    assert service.run(name).credit().reason is None  # nothing has changed it
-    run.pause()
-
-
-def _run_of_another_release(service: turnstream.Service, name: str, client: redis.Redis) -> None:
-    run = service.create_run(name, batch_groups=1)
-    stored = encode_config(run.config).replace('"format": 3', '"format": 9')
-    client.hset(keys.run_keys(name).config, "1", stored)
-    _ = run.config
-
-
-def _damaged_run(service: turnstream.Service, name: str, client: redis.Redis) -> None:
-    run = service.create_run(name, batch_groups=1)
-    client.hset(keys.run_keys(name).config, "1", "{")
-    _ = run.config
-
-
-SCENARIOS: dict[Callable[[turnstream.Service, str, redis.Redis], None], type[TurnstreamError]] = {
-    _deleted_run: RunNotFoundError,
-    _next_run_of_the_name: RunNotFoundError,
-    _run_of_another_release: UnknownFormatError,
-    _damaged_run: CorruptRecordError,
-    _group_again: ConflictError,
-    _closed_run: EndOfRunError,
-    _no_admission: NotReadyError,
-    _large_group: GroupTooLargeError,
-    _held_trajectory: ConflictError,
-}
-
-_KEY = TrajectoryKey("g", 0)
-_PROMPT = Prompt(prompt_uid="p", payload=b"", num_samples=3)
-
-CALLS: list[tuple[type[TurnstreamError], str, tuple[Any, ...], dict[str, Any]]] = [
-    (RunNotFoundError, "service.run", ("no such run",), {}),
-    (RunNotFoundError, "service.run", ("..",), {}),
-    (InvalidConfigError, "service.run", ("x" * 513,), {}),
-    (InvalidConfigError, "service.create_run", ("a~2",), {"batch_groups": 1}),
-    (InvalidConfigError, "service.create_run", ("new",), {"batch_groups": 1, "pass_k": 3}),
-    (ConflictError, "service.create_run", ("RUN",), {"batch_groups": 2}),
-    (InvalidConfigError, "revise", (), {"from_step": 0, "batch_groups": 2}),
-    (InvalidConfigError, "close", (), {"leftover": "burn"}),
-    (InvalidTurnError, "post_reward", (_KEY, float("nan")), {}),
-    (ConflictError, "post_reward", (_KEY, 1.0), {}),
-    (ConflictError, "add_prompts", ([dataclasses.replace(_PROMPT, num_samples=1)],), {"first": 7}),
-    (InvalidTurnError, "add_prompts", ([],), {"first": 0}),
-    (InvalidTurnError, "add_prompts", ([_PROMPT],), {}),
-    (NotReadyError, "publisher.next_task", (0.3,), {}),
-    (NotReadyError, "wait_for_version", (), {"timeout_s": 0.3}),
-]
-"""Wrong calls of a service, a run or a publisher, with their errors."""
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__.strip("_"))
 def test_same_mistakes_have_the_same_errors(
-    scenario: Any, client: redis.Redis, url_of: Callable[[str], str], new_name: str
+    client: redis.Redis, url_of: Callable[[str], str], new_name: str
 ) -> None:
-    found: list[Any] = []
+    found: list[list[Any]] = []
     for kind in ("redis", "http"):
         with turnstream.connect(url_of(kind)) as service:
-            name = f"{new_name} {kind}"
-            with pytest.raises(SCENARIOS[scenario]) as raised:
-                scenario(service, name, client)
-        found.append(_described(raised.value, name))
+            mistakes = Mistakes(service, f"{new_name} {kind}", client)
+            mistakes.call_a_service()
+            mistakes.call_a_run()
+            mistakes.open_groups()
+            mistakes.use_a_deleted_run()
+            mistakes.read_other_records()
+        found.append(mistakes.found)
 
-    assert found[1] == found[0]
-
-
-def test_wrong_calls_have_the_same_errors(url_of: Callable[[str], str], new_name: str) -> None:
-    found: dict[str, list[Any]] = {}
-    for kind in ("redis", "http"):
-        with turnstream.connect(url_of(kind)) as service:
-            name = f"{new_name} {kind}"
-            run = service.create_run(name, batch_groups=1, max_samples=2)
-            with run.publisher("a") as publisher:
-                owners = {"service": service, "publisher": publisher}
-                for error, call, given, options in CALLS:
-                    owner, _, method = call.rpartition(".")
-                    arguments = [name if each == "RUN" else each for each in given]
-                    with pytest.raises(error) as raised:
-                        getattr(owners.get(owner, run), method)(*arguments, **options)
-                    found.setdefault(kind, []).append(_described(raised.value, name))
-            run.close(leftover="carry")
-            with pytest.raises(ConflictError) as raised:
-                run.close(leftover="drop")
-            found[kind].append(_described(raised.value, name))
-
-    assert found["http"] == found["redis"]
+    for over_redis, over_http in zip(*found, strict=True):
+        assert over_http == over_redis
 
 
 def _described(error: Any, name: str) -> tuple[Any, ...]:

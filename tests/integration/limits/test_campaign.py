@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
 import pytest
 import redis
 
 from testkit import wait_until
 from testkit.floods import Request, exchange, http_request
+from testkit.gateway_process import GatewayProcess
 from turnstream.batching.config import BatchingConfig
 from turnstream.store.run.runs import create_run
 from turnstream_server.embedded import EmbeddedServer
@@ -77,25 +79,13 @@ def requests_of(kind: str, key: str, run: str, name: str) -> Request:
 
 
 @pytest.fixture
-def gateway(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[tuple[int, str]]:
-    """The id of a gateway process that needs keys, and its address."""
-    address = tmp_path / "address"
-    command = [sys.executable, "-m", "turnstream_server", "serve", "gateway"]
-    command += [
-        "--redis",
-        own_server.url,
-        "--listen",
-        "127.0.0.1:0",
-        "--address-file",
-        str(address),
-    ]
-    env = {**os.environ, "TURNSTREAM_KEY_FILE": str(tmp_path / "key")}
-    process = subprocess.Popen([*command, "--end-with-stdin"], env=env, stdin=subprocess.PIPE)
-    try:
-        wait_until(address.exists, describe="the gateway")
-        yield process.pid, address.read_text()
-    finally:
-        process.communicate()
+def gateway(
+    own_server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[GatewayProcess]:
+    """A gateway process that needs keys."""
+    monkeypatch.setenv("TURNSTREAM_KEY_FILE", str(tmp_path / "key"))
+    with GatewayProcess(own_server.url, tmp_path / "address") as gateway:
+        yield gateway
 
 
 def latency_s(address: str, request: Request, *, count: int) -> float:
@@ -117,16 +107,10 @@ def latency_s(address: str, request: Request, *, count: int) -> float:
     return statistics.median(asyncio.run(measured()))
 
 
-def resident_bytes(pid: int) -> int:
-    """Return the memory of a process."""
-    num_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return num_pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def test_latency_of_a_tenant_stays_within_three_times_of_idle(
-    own_client: redis.Redis, gateway: tuple[int, str]
+    own_client: redis.Redis, gateway: GatewayProcess
 ) -> None:
-    pid, address = gateway
+    process, address = psutil.Process(gateway.pid), gateway.base_url.removeprefix("http://")
     for run in ("a", "b"):
         create_run(own_client, run, _CONFIG)
     key_a, key_b = (create_key(own_client, run, roles=["produce", "read"]) for run in ("a", "b"))
@@ -139,7 +123,7 @@ def test_latency_of_a_tenant_stays_within_three_times_of_idle(
         }
 
     latencies("warm")
-    bytes_before, idle = resident_bytes(pid), [latencies("idle")]
+    bytes_before, idle = process.memory_info().rss, [latencies("idle")]
     ratios: dict[str, float] = {}
     for number, (flood, num_connections) in enumerate(_FLOODS * _TRIES):
         arguments = [address, key_a, "a", flood, str(num_connections)]
@@ -159,4 +143,4 @@ def test_latency_of_a_tenant_stays_within_three_times_of_idle(
             ratios[name] = min(found_s / beside_s, ratios.get(name, math.inf))
 
     assert {name: ratio for name, ratio in ratios.items() if ratio > MOST} == {}
-    wait_until(lambda: resident_bytes(pid) < bytes_before + MOST_BYTES, describe="the memory")
+    wait_until(lambda: process.memory_info().rss < bytes_before + MOST_BYTES, describe="the memory")

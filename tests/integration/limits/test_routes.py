@@ -16,7 +16,7 @@ import httpx2
 import pytest
 import redis
 
-from testkit.gateway_process import Cost, GatewayProcess
+from testkit.gateway_process import Cost, GatewayProcess, measured
 from testkit.ingest import ARROW
 from testkit.large_runs import MAX_RUNS, PLANNED, LargeRun, add_runs, longest_seal
 from testkit.largest_requests import (
@@ -197,7 +197,7 @@ def test_largest_request_of_a_route_is_cheap(world: World, route: str) -> None:
     for number, sent in enumerate(LARGEST[route](world)):
         register_base(world.client, BASE)
         named = f"request {number} of {route}, of {len(sent.body)} bytes"
-        with world.gateway.measured() as costs:
+        with measured(world.gateway.pid) as costs:
             store_ms = _sent(world, route, sent)
 
         (cost,) = costs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import socket
@@ -64,18 +65,32 @@ def test_limits_of_a_key_count_the_unpacked_bytes(
     assert statuses == [413, 422, 429]
 
 
+@contextlib.contextmanager
+def sending(gateway: GatewayThread, path: str, *headers: str, body: str) -> Iterator[socket.socket]:
+    """Send a part of a request, and keep its connection open in the block."""
+    host, _, port = gateway.address.partition(":")
+    lines = [f"POST {path} HTTP/1.1", "Host: x", *headers]
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall("\r\n".join([*lines, "", body]).encode())
+        yield connection
+
+
+def answer_of(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(65_536), b""))
+
+
+def of_key(headers: dict[str, str]) -> list[str]:
+    """Return the lines of a request whose body has 1000 bytes."""
+    return ["Content-Length: 1000", *(f"{name}: {value}" for name, value in headers.items())]
+
+
 def test_body_that_stops_to_arrive_is_dropped(
     gateway: GatewayThread, new_key: NewKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bodies, "STALLED_S", 0.2)
-    host, _, port = gateway.address.partition(":")
     for path in (_REST, _TINKER):
-        lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Length: 1000"]
-        lines += ["Content-Type: application/json"]
-        lines += [f"{name}: {value}" for name, value in new_key(path).items()]
-        with socket.create_connection((host, int(port)), timeout=60) as connection:
-            connection.sendall("\r\n".join([*lines, "", "{"]).encode())
-            answer = b"".join(iter(lambda: connection.recv(65_536), b""))
+        with sending(gateway, path, *of_key(new_key(path)), body="{") as connection:
+            answer = answer_of(connection)
 
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"no byte of the body has arrived for 0.2 s" in answer
@@ -110,34 +125,22 @@ def test_bodies_in_flight_share_one_memory_limit(
     assert [held.status_code, after.status_code] == [400, 400]  # no JSON
 
 
-@pytest.mark.parametrize("path", [_REST, _TINKER, "/v1/runs/any/tasks"])
-def test_aborted_upload_is_no_error_of_the_gateway(
-    gateway: GatewayThread, new_key: NewKey, caplog: pytest.LogCaptureFixture, path: str
-) -> None:
-    host, _, port = gateway.address.partition(":")
-    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Length: 1000"]
-    lines += ["Content-Type: application/json", f"X-API-Key: {new_key('a')['X-API-Key']}"]
-    with caplog.at_level("INFO"):
-        with socket.create_connection((host, int(port)), timeout=60) as connection:
-            connection.sendall("\r\n".join([*lines, "", "{"]).encode())
-            wait_until(lambda: gateway.num_requests == 1, describe="the upload")
-        wait_until(lambda: "POST /" in caplog.text, describe="the line of the request")
-
-    assert [each.message for each in caplog.records if each.levelname in ("WARNING", "ERROR")] == []
-
-
-def test_body_that_is_no_http_is_no_error_of_the_gateway(
+def test_broken_upload_is_no_error_of_the_gateway(
     gateway: GatewayThread, new_key: NewKey, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host, _, port = gateway.address.partition(":")
-    key = f"X-API-Key: {new_key('a')['X-API-Key']}"
-    for own in ([], [key], ["Origin: http://elsewhere.example"]):  # the last one is refused at once
-        lines = [f"POST {_REST} HTTP/1.1", "Host: x", "Transfer-Encoding: chunked", *own]
-        with socket.create_connection((host, int(port)), timeout=60) as connection:
-            connection.sendall("\r\n".join([*lines, "", "no length\r\n{"]).encode())
-            answer = b"".join(iter(lambda: connection.recv(65_536), b""))
-
-        assert answer.startswith(b"HTTP/1.1 400 ")
+    key = new_key("a")
+    with caplog.at_level("INFO"):
+        for path in (_REST, _TINKER, "/v1/runs/any/tasks"):
+            with sending(gateway, path, *of_key(key), body="{"):
+                wait_until(lambda: gateway.num_requests == 1, describe="the upload")
+            wait_until(lambda path=path: f"POST {path}" in caplog.text, describe="its line")
+    loud = [each.message for each in caplog.records if each.levelname in ("WARNING", "ERROR")]
+    assert loud == []
+    # A body that is no HTTP; the last one is refused at once.
+    its_key, other_page = f"X-API-Key: {key['X-API-Key']}", "Origin: http://elsewhere.example"
+    for own in ([], [its_key], [other_page]):
+        chunked = ["Transfer-Encoding: chunked", *own]
+        with sending(gateway, _REST, *chunked, body="no length\r\n{") as connection:
+            assert answer_of(connection).startswith(b"HTTP/1.1 400 ")
     wait_until(lambda: caplog.text.count("Invalid HTTP") == 3, describe="three warnings")
-
     assert [each.message for each in caplog.records if each.levelname == "ERROR"] == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import httpx2
 import pytest
 import redis
@@ -17,22 +19,27 @@ from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway.rest.ingest import writes
 
-_CONFIG = BatchingConfig(batch_groups=8, mini_batch_groups=8)
-_FIRST = turn("ab", "CD", logprobs=-0.5)
+
+@pytest.fixture
+def ingest(
+    own_server: EmbeddedServer, own_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[IngestClient]:
+    """A client of the run "run", with an open trajectory of one turn."""
+    monkeypatch.setattr(writes, "STORE_TIMEOUT_S", 0.5)
+    create_run(own_client, "run", BatchingConfig(batch_groups=8, mini_batch_groups=8))
+    with GatewayThread(own_server.url) as gateway, IngestClient(gateway, "run") as ingest:
+        ingest.turn(0, turn("ab", "CD", logprobs=-0.5))
+        yield ingest
 
 
 def test_full_store_is_429_and_takes_the_turn_later(
-    own_server: EmbeddedServer, own_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    ingest: IngestClient, own_client: redis.Redis
 ) -> None:
-    monkeypatch.setattr(writes, "STORE_TIMEOUT_S", 0.5)
-    create_run(own_client, "run", _CONFIG)
-    with GatewayThread(own_server.url) as gateway, IngestClient(gateway, "run") as ingest:
-        ingest.turn(0, _FIRST)
-        own_client.config_set("maxmemory", 1)
+    own_client.config_set("maxmemory", 1)
 
-        full = _post(ingest, 1)
-        own_client.config_set("maxmemory", 0)
-        after = ingest.turn(1, turn("abcde", "F"))
+    full = _post(ingest, 1)
+    own_client.config_set("maxmemory", 0)
+    after = ingest.turn(1, turn("abcde", "F"))
 
     assert (full.status_code, full.headers["Retry-After"]) == (429, "1")
     assert full.json()["type"].endswith("/store-full")
@@ -41,21 +48,16 @@ def test_full_store_is_429_and_takes_the_turn_later(
 
 
 def test_killed_store_is_503_and_keeps_what_was_acknowledged(
-    own_server: EmbeddedServer, own_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    ingest: IngestClient, own_server: EmbeddedServer, own_client: redis.Redis
 ) -> None:
-    monkeypatch.setattr(writes, "STORE_TIMEOUT_S", 0.5)
-    create_run(own_client, "run", _CONFIG)
-    with GatewayThread(own_server.url) as gateway, IngestClient(gateway, "run") as ingest:
-        ingest.turn(0, _FIRST)
-        own_server.kill()
+    own_server.kill()
 
-        away = _post(ingest, 1)
-        own_server.restart()
-        wait_until(lambda: _post(ingest, 1).status_code == 200, describe="the store")
-        end = ingest.turn(1, turn("abcde", "F"), seal={"reward": 1.0})
+    away = _post(ingest, 1)
+    own_server.restart()
+    wait_until(lambda: _post(ingest, 1).status_code == 200, describe="the store")
+    end = ingest.turn(1, turn("abcde", "F"), seal={"reward": 1.0})
 
-    assert away.status_code == 503
-    assert end["status"] == 201
+    assert (away.status_code, end["status"]) == (503, 201)
     reader = RunReader(own_client, "run")
     assert reader.states() == {"g/0/0": "sealed"}
     assert reader.spelled(TrajectoryKey("g", 0)) == [("ab", "cd"), ("abcde", "f")]

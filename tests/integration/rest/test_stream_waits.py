@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import pytest
@@ -44,20 +44,26 @@ def add(client: redis.Redis, entry_id: str, stream: str = STREAM) -> None:
     client.xadd(stream, {"r": b"x"}, id=entry_id)
 
 
+def begin(waits: StreamWaits, known: str, stream: str = STREAM) -> asyncio.Task[None]:
+    return asyncio.create_task(waits.wait({stream: known}, timeout_s=30))
+
+
+async def promptly(*waiting: Awaitable[None]) -> None:
+    async with asyncio.timeout(PROMPTLY_S):
+        await asyncio.gather(*waiting)
+
+
 async def test_waiters_of_many_streams_share_one_connection(
     waits: StreamWaits, client: redis.Redis
 ) -> None:
     streams = [keys.run_keys(f"waits-{number}").versions for number in range(50)]
-    waiting = [
-        asyncio.create_task(waits.wait({stream: "0-0"}, timeout_s=30)) for stream in streams * 4
-    ]
+    waiting = [begin(waits, "0-0", stream) for stream in streams * 4]
     await wait_until_async(lambda: waits.num_waiters == len(waiting))
     await until_blocked(client)
 
     for stream in streams:
         add(client, "1-0", stream)
-    async with asyncio.timeout(PROMPTLY_S):
-        await asyncio.gather(*waiting)
+    await promptly(*waiting)
 
     assert waits.num_waiters == 0
     client.delete(*streams)
@@ -67,47 +73,33 @@ async def test_stream_that_is_added_later_is_read_at_once(
     waits: StreamWaits, client: redis.Redis
 ) -> None:
     other = keys.run_keys("waits-other").versions
-    first = asyncio.create_task(waits.wait({STREAM: "0-0"}, timeout_s=30))
+    first = begin(waits, "0-0")
     await until_blocked(client)
-    second = asyncio.create_task(waits.wait({other: "0-0"}, timeout_s=30))
+    second = begin(waits, "0-0", other)
     await wait_until_async(lambda: waits.num_waiters == 2)
 
     add(client, "1-0", other)
 
-    async with asyncio.timeout(PROMPTLY_S):
-        await second
+    await promptly(second)
     assert not first.done()
     first.cancel()
     client.delete(other)
 
 
-async def test_entry_between_read_and_wait_is_not_missed(
+async def test_waiter_waits_for_entries_that_it_does_not_know(
     waits: StreamWaits, client: redis.Redis
 ) -> None:
     add(client, "1-0")
-    async with asyncio.timeout(PROMPTLY_S):
-        await waits.wait({STREAM: "0-0"}, timeout_s=30)
-        add(client, "2-0")
-        await wait_until_async(lambda: blocked(client) == 1)
-        await waits.wait({STREAM: "1-0"}, timeout_s=30)
-
-    assert await _has_timed_out(waits, known="2-0")
-
-
-async def test_waiter_that_knows_more_than_the_others_waits_for_more(
-    waits: StreamWaits, client: redis.Redis
-) -> None:
-    first = asyncio.create_task(waits.wait({STREAM: "0-0"}, timeout_s=30))
-    second = asyncio.create_task(waits.wait({STREAM: "5-0"}, timeout_s=30))
+    await promptly(waits.wait({STREAM: "0-0"}, timeout_s=30))  # the entry came before the wait
+    first, second = begin(waits, "1-0"), begin(waits, "5-0")
     await until_blocked(client)
 
     add(client, "3-0")
-    async with asyncio.timeout(PROMPTLY_S):
-        await first
+    await promptly(first)
     assert not second.done()
     add(client, "6-0")
-    async with asyncio.timeout(PROMPTLY_S):
-        await second
+    await promptly(second)
+    assert await _has_timed_out(waits, known="6-0")
 
 
 async def test_waiters_look_again_after_a_lost_connection(
@@ -116,19 +108,17 @@ async def test_waiters_look_again_after_a_lost_connection(
     """A restarted store may have lost entries: a position beyond them must not end later waits."""
     add(client, "9-0")
     await waits.wait({STREAM: "0-0"}, timeout_s=30)
-    waiting = asyncio.create_task(waits.wait({STREAM: "9-0"}, timeout_s=30))
+    waiting = begin(waits, "9-0")
     await until_blocked(client)
     client.delete(STREAM)
     client.client_kill_filter(_type="normal", skipme=True)
 
-    async with asyncio.timeout(PROMPTLY_S):
-        await waiting
+    await promptly(waiting)
     assert await _has_timed_out(waits, known="5-0")
-    again = asyncio.create_task(waits.wait({STREAM: "5-0"}, timeout_s=30))
+    again = begin(waits, "5-0")
     await until_blocked(client)
     add(client, "6-0")
-    async with asyncio.timeout(PROMPTLY_S):
-        await again
+    await promptly(again)
 
 
 async def test_streams_without_waiters_are_dropped(
@@ -139,21 +129,19 @@ async def test_streams_without_waiters_are_dropped(
     await waits.wait({STREAM: "0-0"}, timeout_s=0.05)
 
     await wait_until_async(lambda: blocked(client) == 0 and not waits.is_reading)
-    waiting = asyncio.create_task(waits.wait({STREAM: "0-0"}, timeout_s=30))
+    waiting = begin(waits, "0-0")
     add(client, "1-0")
-    async with asyncio.timeout(PROMPTLY_S):
-        await waiting
+    await promptly(waiting)
 
 
 async def test_waits_end_when_they_are_closed(waits: StreamWaits, client: redis.Redis) -> None:
-    waiting = asyncio.create_task(waits.wait({STREAM: "0-0"}, timeout_s=30))
+    waiting = begin(waits, "0-0")
     await until_blocked(client)
     waits.close()
 
-    with pytest.raises(UnavailableError, match="the gateway stops"):
-        await waiting
-    with pytest.raises(UnavailableError, match="the gateway stops"):
-        await waits.wait({STREAM: "0-0"}, timeout_s=30)
+    for each in (waiting, begin(waits, "0-0")):
+        with pytest.raises(UnavailableError, match="the gateway stops"):
+            await each
 
 
 async def _has_timed_out(waits: StreamWaits, *, known: str) -> bool:
