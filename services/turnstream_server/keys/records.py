@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from turnstream.errors import AccessDeniedError, CorruptRecordError
 from turnstream.types.names import RunId
@@ -128,45 +129,26 @@ def encoded_name(name: str) -> bytes:
     return f'"name":{json.dumps(name)}'.encode()
 
 
+class _Record(BaseModel):
+    """A key as it is stored."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    name: str
+    roles: frozenset[str]
+    runs: tuple[str, ...]
+    created_ms: int
+    expires_ms: Annotated[int, Field(lt=2**53)] | None
+    limits: dict[str, Annotated[int | float, Field(gt=0, lt=2**63)] | None]
+
+
 def decode_key(key_id: str, stored: bytes) -> ApiKey:
     """Return the key of `encode_key`; CorruptRecordError for other bytes."""
     try:
-        values: Mapping[str, Any] = json.loads(stored)
-        _check_values(values)
-        return ApiKey(
-            **{
-                **values,
-                "key_id": key_id,
-                "roles": frozenset(values["roles"]),
-                "runs": tuple(values["runs"]),
-                "limits": KeyLimits(**values["limits"]),
-                "owner": owner_of(values["name"]),
-            }
-        )
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        message = f"the record of the key with the id {key_id[:8]}... cannot be read: {error}"
+        values = _Record.model_validate_json(stored).model_dump()
+        limits = KeyLimits(**values.pop("limits"))
+        return ApiKey(key_id, limits=limits, owner=owner_of(values["name"]), **values)
+    except (ValidationError, TypeError) as error:
+        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        message = f"the record of the key with the id {key_id[:8]}... cannot be read: {why}"
         raise CorruptRecordError(message) from error
-
-
-def _check_values(values: Mapping[str, Any]) -> None:
-    """Raise TypeError for a value that no key has."""
-    expires_ms, limits = values["expires_ms"], values["limits"]
-    fits = {
-        "name": isinstance(values["name"], str),
-        "roles": _is_texts(values["roles"]),
-        "runs": _is_texts(values["runs"]),
-        "created_ms": type(values["created_ms"]) is int,
-        "expires_ms": expires_ms is None or (type(expires_ms) is int and expires_ms < 2**53),
-        "limits": isinstance(limits, dict) and all(map(_is_limit, limits.values())),
-    }
-    for name, does_fit in fits.items():
-        if not does_fit:
-            raise TypeError(f"{name} is {values[name]!r}")
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-def _is_limit(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and 0 < value < 2**63)

@@ -141,17 +141,20 @@ def test_batches_take_the_key_of_the_connection_unless_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TURNSTREAM_API_KEY", "tml-of-the-environment")
-    url = {"redis": server.url, "http": gateway.base_url}[way]
+    url, key = {"redis": server.url, "http": gateway.base_url}[way], new_key("train")
 
     with (
         BatcherThread(server.url, requires_key=True),
-        turnstream.connect(url, api_key=new_key("train")) as service,
+        turnstream.connect(url, api_key=key) as service,
     ):
         opened = service.run(run)
         opened.batches(timeout_s=30).close()
         for given, why in (("tml-other", "unknown or revoked"), ("", "has no key")):
             with pytest.raises(UnknownKeyError, match=why):
                 opened.batches(timeout_s=30, api_key=given)
+        monkeypatch.setenv("TURNSTREAM_API_KEY", key)
+        with turnstream.connect(url) as service:
+            service.run(run).batches(timeout_s=30).close()
 
 
 def test_key_is_shown_nowhere(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ from typer.testing import CliRunner
 
 import turnstream
 from testkit import wait_until
+from testkit.observed_processes import Processes
 from turnstream.errors import AccessDeniedError, InvalidConfigError, UnknownKeyError
 from turnstream.store.client.connection import connect
 from turnstream_server import bootstrap, cli
@@ -157,58 +156,19 @@ def test_service_waits_for_the_file_of_its_key(tmp_path: Path) -> None:
     bootstrap.wait_for_own_key(settings.model_copy(update={"key_file": None}))
 
 
-class Started:
-    """Batcher and gateway as processes at level DEBUG, on an address that other machines reach."""
-
-    def __init__(self, folder: Path, url: str) -> None:
-        self.folder = folder
-        self.key_file = folder / "service.key"
-        self.environment = {
-            **os.environ,
-            "TURNSTREAM_REDIS_URL": url,
-            "TURNSTREAM_KEY_FILE": str(self.key_file),
-            "TURNSTREAM_BATCHER_ADVERTISE": "127.0.0.1",
-            "TURNSTREAM_LOG_LEVEL": "DEBUG",
-        }
-
-    @contextlib.contextmanager
-    def service(self, name: str) -> Iterator[subprocess.Popen[bytes]]:
-        """Start one in the block."""
-        command = [sys.executable, "-m", "turnstream_server", "serve", name]
-        options = ["--listen", "0.0.0.0:0", "--address-file", str(self.folder / name)]
-        with (
-            (self.folder / f"{name}.log").open("ab") as log,
-            subprocess.Popen(
-                [*command, *options], env=self.environment, stdout=log, stderr=log
-            ) as process,
-        ):
-            try:
-                yield process
-            finally:
-                process.terminate()
-
-    def address(self, name: str) -> str:
-        """Return where a service answers, as soon as it does."""
-        file = self.folder / name
-        wait_until(file.exists, describe=f"the address of the {name}")
-        return file.read_text().replace("0.0.0.0", "127.0.0.1")
-
-    def logs(self) -> str:
-        """Return the text of both logs."""
-        return "".join(each.read_text() for each in self.folder.glob("*.log"))
-
-
 @pytest.mark.slow
 @pytest.mark.grpc
 def test_first_start_makes_one_key_and_no_secret_is_logged(
     tmp_path: Path, new_run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    key_file = tmp_path / "service.key"
+    variables = {"TURNSTREAM_KEY_FILE": str(key_file), "TURNSTREAM_LOG_LEVEL": "DEBUG"}
     with PasswordServer() as store, connect(store.url) as client:
-        run, started = new_run(client), Started(tmp_path, store.url)
-        with started.service("batcher") as batcher, started.service("gateway") as gateway:
-            batcher_address = started.address("batcher")
-            url = f"http://{started.address('gateway')}/api/v1/client/config"
-            key = started.key_file.read_text().strip()
+        run = new_run(client)
+        with Processes(store.url, tmp_path, **variables) as them:
+            batcher, gateway = them.start("batcher"), them.start("gateway")
+            address, url = batcher.address, f"http://{gateway.address}/api/v1/client/config"
+            key = key_file.read_text().strip()
             (stored,) = list_keys(client)
 
             statuses = [
@@ -217,21 +177,22 @@ def test_first_start_makes_one_key_and_no_secret_is_logged(
             ]
             for refused in ("tml-wrong-hush", ""):
                 with pytest.raises(UnknownKeyError):
-                    train(store.url, run, batcher=batcher_address, api_key=refused)
-            monkeypatch.setenv("TURNSTREAM_KEY_FILE", str(started.key_file))
+                    train(store.url, run, batcher=address, api_key=refused)
+            monkeypatch.setenv("TURNSTREAM_KEY_FILE", str(key_file))
             train(store.url, run)  # at the address in the store
             store.restart()
-            train(store.url, run, batcher=batcher_address)
+            train(store.url, run, batcher=address)
             revoke_key(client, "service")
-            wait_until(lambda: is_refused(store.url, run, batcher_address), describe="the refusal")
+            wait_until(lambda: is_refused(store.url, run, address), describe="the refusal")
             for process in (batcher, gateway):
-                process.terminate()
-                assert process.wait(30) == 0
-        config = CliRunner().invoke(cli.app, ["config"], env=started.environment).output
+                process.popen.terminate()
+                assert process.popen.wait(30) == 0
+        environment = {**variables, "TURNSTREAM_REDIS_URL": store.url}
+        config = CliRunner().invoke(cli.app, ["config"], env=environment).output
 
     assert stored.name == "service"
     assert statuses == [200, 401, 401]
-    logs = started.logs()
+    logs = batcher.log_path.read_text() + gateway.log_path.read_text()
     assert "DEBUG" in logs
     assert "TURNSTREAM_KEY_FILE=" in config
     for secret in (key, key.removeprefix("tml-"), PASSWORD, "tml-wrong-hush"):

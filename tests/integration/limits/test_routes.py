@@ -9,8 +9,8 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, cast
+from collections.abc import Iterator
+from typing import Any, Final
 
 import httpx2
 import pytest
@@ -41,13 +41,12 @@ from testkit.largest_requests import (
     trajectories,
     turns,
 )
+from testkit.rest_routes import routes_of, unused_gateway
 from testkit.worst_calls.store import cpu_ms
-from turnstream.store.client.connection import connect, connect_async
+from turnstream.store.client.connection import connect
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway.app import make_app
-from turnstream_server.gateway.config import GatewayOptions
 from turnstream_server.gateway.rest.bodies import MAX_SMALL_BYTES as MAX_REST_BYTES
-from turnstream_server.gateway.state import Gateway
 from turnstream_server.operations.bases import register_base
 
 MOST: Final = Cost(cpu_s=2.0, memory_mb=256.0)
@@ -121,24 +120,6 @@ LARGEST: Final[dict[str, Entry]] = {
 """The largest requests by method and path of their route."""
 
 
-def all_routes() -> list[str]:
-    """Return method and path of each route of the application."""
-
-    def walk(routes: Sequence[Any], prefix: str = "") -> Iterator[str]:
-        for each in routes:
-            if (router := getattr(each, "original_router", None)) is not None:
-                yield from walk(router.routes, prefix + each.include_context.prefix)
-            elif not hasattr(each, "methods"):
-                yield from walk(each.app.routes, prefix + each.path)
-            else:
-                names = sorted(each.methods - {"HEAD", "OPTIONS"})
-                yield from (f"{method} {prefix}{each.path}" for method in names)
-
-    url = "redis://127.0.0.1:1"  # it is never used
-    gateway = Gateway(GatewayOptions(redis_url=url), connect_async(url), cast("Any", None))
-    return [*walk(make_app(gateway).routes)]
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     file = tmp_path_factory.mktemp("gateway") / "address"
@@ -183,7 +164,7 @@ def _content(http: httpx2.Client, route: str, **fields: Any) -> Any:
 
 
 def test_every_route_has_an_entry() -> None:
-    routes = all_routes()
+    routes = [" ".join(each) for each in routes_of(make_app(unused_gateway()).routes)]
 
     for route in routes:
         assert route in LARGEST, (

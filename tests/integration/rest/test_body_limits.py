@@ -130,10 +130,10 @@ def test_broken_upload_is_no_error_of_the_gateway(
 ) -> None:
     key = new_key("a")
     with caplog.at_level("INFO"):
-        for path in (_REST, _TINKER, "/v1/runs/any/tasks"):
+        for number, path in enumerate((_REST, _TINKER, "/v1/runs/any/tasks")):
             with sending(gateway, path, *of_key(key), body="{"):
                 wait_until(lambda: gateway.num_requests == 1, describe="the upload")
-            wait_until(lambda path=path: f"POST {path}" in caplog.text, describe="its line")
+            wait_until(lambda num=number: caplog.text.count("POST /") > num, describe="its line")
     loud = [each.message for each in caplog.records if each.levelname in ("WARNING", "ERROR")]
     assert loud == []
     # A body that is no HTTP; the last one is refused at once.

@@ -19,39 +19,31 @@ from turnstream.store.client import keys
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway.rest.ingest import publishers
-from turnstream_server.keys.records import Role
 from turnstream_server.keys.store import create_key
 
 _FIRST, _SECOND = turn("ab", "CD"), turn("abcde", "F")
 
 
-@pytest.mark.parametrize("bound", ["MAX_TRAJECTORIES", "MAX_TOKEN_BYTES"])
+@pytest.mark.parametrize("bound", ["MAX_TRAJECTORIES", "MAX_TOKEN_BYTES", "MAX_PUBLISHERS"])
 def test_dropped_trajectories_are_adopted_again(
-    ingest: IngestClient, reader: RunReader, monkeypatch: pytest.MonkeyPatch, bound: str
+    gateway: GatewayThread,
+    ingest: IngestClient,
+    reader: RunReader,
+    monkeypatch: pytest.MonkeyPatch,
+    bound: str,
 ) -> None:
     monkeypatch.setattr(publishers, bound, 1)
-    names = ["a", "b", "c"]
-
-    results = [ingest.turn(0, _FIRST, group_id=name) for name in names]
-    results += [ingest.turn(1, _SECOND, group_id=name, seal={"reward": 1.0}) for name in names]
-
-    assert {each["status"] for each in results} == {201}
-    assert reader.ledger() == {f"{name}/0/0": "sealed:1" for name in names}
-
-
-def test_idle_publishers_are_closed_for_new_writers(
-    gateway: GatewayThread, ingest: IngestClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publishers, "MAX_PUBLISHERS", 1)
     with IngestClient(gateway, ingest.run, writer="other") as other:
-        results = [
-            ingest.turn(0, _FIRST, group_id="a"),
-            other.turn(0, _FIRST, group_id="b"),
-            ingest.turn(1, _SECOND, group_id="a"),
-            other.turn(1, _SECOND, group_id="b"),
+        clients = {"a": ingest, "b": other, "c": ingest}
+
+        results = [each.turn(0, _FIRST, group_id=name) for name, each in clients.items()]
+        results += [
+            each.turn(1, _SECOND, group_id=name, seal={"reward": 1.0})
+            for name, each in clients.items()
         ]
 
     assert {each["status"] for each in results} == {201}
+    assert reader.ledger() == {f"{name}/0/0": "sealed:1" for name in clients}
 
 
 def test_only_own_trajectories_make_room_and_a_ping_renews_all(
@@ -137,30 +129,3 @@ def test_same_request_at_the_same_time_is_stored_once(
     assert {each["status"] for answer in results for each in answer} == {201}
     assert len(reader.turns(TrajectoryKey("g", 0))) == 1
     assert reader.counts() == {"accepted": 5, "open": 1, "sealed": 4}
-
-
-@pytest.mark.parametrize(
-    ("role", "runs", "status"),
-    [("produce", (), 200), ("admin", (), 200), ("read", (), 403), ("produce", ("other",), 403)],
-)
-def test_ingest_needs_a_key_with_the_role_and_the_run(
-    new_gateway: Callable[..., GatewayThread],
-    client: redis.Redis,
-    new_run: Callable[..., str],
-    role: Role,
-    runs: tuple[str, ...],
-    status: int,
-) -> None:
-    run = new_run(client)
-    name = f"{run}-{role}"
-    secret = create_key(client, name, roles=[role], runs=runs)
-    with IngestClient(new_gateway(requires_key=True), run, writer=None) as ingest:
-        item = {"group_id": "g", "num_samples": 1}
-
-        without = [ingest.post(each, item) for each in ("groups", "turns", "trajectories")]
-        response = ingest.post("groups", item, **{"X-API-Key": secret})
-
-    assert [each.status_code for each in without] == [401] * 3
-    assert response.status_code == status
-    if status == 200:
-        assert RunReader(client, run).ledger() == {"g/0/0": f"open:1:http-{name}"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import pytest
 import requests
@@ -27,12 +27,10 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from testkit.gateway_thread import GatewayThread
-from turnstream.store.client.connection import connect_async
+from testkit.rest_routes import unused_gateway
 from turnstream_server.batcher.assembly.assembler import read_share
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.gateway.config import GatewayOptions
 from turnstream_server.gateway.rest.app import PREFIX, make_rest_app
-from turnstream_server.gateway.state import Gateway
 
 CHECKS: Final = [
     not_a_server_error,
@@ -59,13 +57,7 @@ MAX_ITEMS: Final = 100
 ARGUMENTS: Final = ("method", "path")
 
 
-def document() -> dict[str, Any]:
-    url = "redis://127.0.0.1:1"  # it is never used
-    options = GatewayOptions(redis_url=url)
-    return make_rest_app(Gateway(options, connect_async(url), cast(Any, None))).openapi()
-
-
-DOCUMENT: Final = document()
+DOCUMENT: Final = make_rest_app(unused_gateway()).openapi()
 OPERATIONS: Final = [
     (method, path) for path, operations in DOCUMENT["paths"].items() for method in operations
 ]

@@ -6,24 +6,21 @@ The routes are those of the application, so that a new one cannot be left out.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple, cast
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
 
 import httpx2
 import pytest
 import redis
-from fastapi import FastAPI
-from starlette.routing import Route
 
 from testkit import wait_until
 from testkit.gateway_thread import GatewayThread
+from testkit.rest_routes import routes_of, unused_gateway
 from turnstream.generator.transport.messages import MEDIA_TYPE as CALLS
-from turnstream.store.client.connection import connect, connect_async
+from turnstream.store.client.connection import connect
 from turnstream.wire.v1 import calls_pb2 as wire
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.gateway.config import GatewayOptions
 from turnstream_server.gateway.rest.app import make_rest_app
-from turnstream_server.gateway.state import Gateway
 from turnstream_server.keys.records import ROLES
 from turnstream_server.keys.store import create_key, revoke_key
 
@@ -61,34 +58,14 @@ class Request(NamedTuple):
         return self.method, self.route
 
 
-def routes_of(routes: Sequence[Any]) -> Iterator[Route]:
-    """Yield all routes, those of included routers among them."""
-    for each in routes:
-        if (router := getattr(each, "original_router", None)) is not None:
-            assert not router.prefix, f"{router} has a prefix: this test has to add it"
-            yield from routes_of(router.routes)
-        else:
-            assert isinstance(each, Route), f"{each} is no route: this test has to walk it too"
-            yield each
+def request_of(method: str, route: str) -> Request:
+    path = re.sub(r"\{(\w+)[^}]*\}", lambda found: RUN if found[1] == "run" else "1", route)
+    return Request(method, path, route)
 
 
-def requests_of(app: FastAPI) -> Iterator[Request]:
-    """Yield a request for each method of each route."""
-    for route in routes_of(app.routes):
-        path = re.sub(
-            r"\{(\w+)[^}]*\}", lambda found: RUN if found[1] == "run" else "1", route.path
-        )
-        for method in sorted((route.methods or set()) - {"HEAD", "OPTIONS"}):
-            yield Request(method, path, route.path)
-
-
-def all_requests() -> list[Request]:
-    url = "redis://127.0.0.1:1"  # it is never used
-    options = GatewayOptions(redis_url=url)
-    return [*requests_of(make_rest_app(Gateway(options, connect_async(url), cast(Any, None))))]
-
-
-REQUESTS: Final = all_requests()
+REQUESTS: Final = [
+    request_of(method, route) for method, route in routes_of(make_rest_app(unused_gateway()).routes)
+]
 GUARDED: Final = [each for each in REQUESTS if each.name not in PUBLIC]
 
 
@@ -192,6 +169,7 @@ def test_routes_without_a_run_refuse_other_runs(
 
     found = http.get("/runs", headers=other)
     assert found.json() == {"runs": [], "next_run": None}
+    assert [line["run"] for line in http.get("/runs", headers=its).json()["runs"]] == [RUN]
 
     body = wire.Calls(run=RUN).SerializeToString()
     headers = {"X-API-Key": secrets["other"], "Content-Type": CALLS}

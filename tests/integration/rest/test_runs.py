@@ -23,9 +23,7 @@ from turnstream.store.client import keys
 from turnstream.store.run.configs import read_config
 from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream.types import TrajectoryKey
-from turnstream_server.console.runs import read_run, read_runs
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.keys.store import create_key
 
 _numbers = itertools.count(1)
 
@@ -102,15 +100,6 @@ def test_wrong_setting_is_named(api: RestApi, new_name: str) -> None:
     assert new_name not in {line["run"] for line in api.get("runs")["runs"]}
 
 
-def test_runs_are_shown_as_on_the_command_line(
-    api: RestApi, server: EmbeddedServer, run: str
-) -> None:
-    assert api.get(f"runs/{run}") == read_run(server.url, run)
-    lines = {line["run"]: line for line in api.get("runs")["runs"]}
-    assert lines == {line["run"]: line for line in read_runs(server.url)}
-    assert run in lines
-
-
 def test_state_of_a_run_changes_and_changes_back(api: RestApi, run: str) -> None:
     def change(command: str, **fields: Any) -> tuple[bool, str]:
         content = api.post(f"runs/{run}/{command}", **fields)
@@ -147,20 +136,6 @@ def test_deleted_run_is_gone_and_its_name_is_free(api: RestApi, run: str) -> Non
     api.refused("DELETE", f"runs/{run}", 404)
     api.post("runs", name=run, settings={"batch_groups": 1})
     assert api.get(f"runs/{run}")["run"] == f"{run}~2"
-
-
-def test_key_of_some_runs_lists_and_creates_only_those(
-    server: EmbeddedServer, client: redis.Redis, new_run: Callable[..., str], new_name: str
-) -> None:
-    mine, _ = new_run(client), new_run(client)
-    key = create_key(client, new_name, roles=["admin"], runs=[mine, new_name])
-
-    with GatewayThread(server.url, requires_key=True) as gateway, RestApi(gateway, key=key) as api:
-        settings = {"batch_groups": 1}
-        assert [line["run"] for line in api.get("runs")["runs"]] == [mine]
-        api.refused("POST", "runs", 403, name=f"{new_name}-other", settings=settings)
-        api.post("runs", name=new_name, settings=settings)
-        assert {line["run"] for line in api.get("runs")["runs"]} == {mine, new_name}
 
 
 def test_body_above_a_megabyte_is_refused_before_it_is_parsed(api: RestApi) -> None:

@@ -63,6 +63,7 @@ _UNKNOWN: Final = "unknown_field"
 """Type of the error of an unknown field."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
+_Parsed = TypeVar("_Parsed")
 
 
 class Body(BaseModel):
@@ -139,6 +140,15 @@ def media_type_of(request: Request, *, accepted: tuple[str, ...]) -> str:
         expected = " or ".join(accepted)
         raise HTTPException(415, f"Content-Type is {media_type!r}, expected {expected}")
     return media_type
+
+
+async def parsed_json(
+    request: Request, parse: Callable[[bytes], _Parsed], *, owner: str
+) -> _Parsed:
+    """Return a JSON body as its parser, a function of a module, returns it; see `Parsers.run`."""
+    content = await read_content(request, media_type=media_type_of(request, accepted=(JSON,)))
+    parsers: Parsers = request.app.state.gateway.parsers
+    return await parsers.run(parse, content, owner=owner, is_json=True)
 
 
 def decompress(

@@ -29,7 +29,7 @@ from turnstream_server.gateway.bodies import LargeBody
 from turnstream_server.gateway.rest.caller import Caller, Known
 from turnstream_server.gateway.rest.generators.links import StoreLink, StoreLinks
 from turnstream_server.gateway.rest.generators.plan import PlannedCalls, read_calls
-from turnstream_server.gateway.rest.problems import Problem, response
+from turnstream_server.gateway.rest.problems import Problem, problem_type, response
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.keys.limits import Held, release_place
 
@@ -188,14 +188,9 @@ def _add_stored_turns(items: wire.Values, client: redis.Redis, request: ReadTurn
 def _restarted() -> Response:
     """Return the answer to a request that continues a connection to an earlier process."""
     title = "The store was restarted since the last request"
-    return response(
-        Problem(
-            type="https://turnstream.dev/problems/store-restarted",
-            title=title,
-            status=409,
-            detail=f"the store cannot continue the connection: {title.lower()}",
-        )
-    )
+    detail = f"the store cannot continue the connection: {title.lower()}"
+    type_ = problem_type("store-restarted")
+    return response(Problem(type=type_, title=title, status=409, detail=detail))
 
 
 def _outage(error: Exception) -> Response:
@@ -204,7 +199,7 @@ def _outage(error: Exception) -> Response:
     title = "The store does not answer in time" if is_silent else "The store is away"
     return response(
         Problem(
-            type="https://turnstream.dev/problems/unavailable",
+            type=problem_type("unavailable"),
             title=title,
             status=504 if is_silent else 503,
             detail=str(error) or title,

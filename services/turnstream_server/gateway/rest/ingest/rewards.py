@@ -15,13 +15,11 @@ from turnstream.store.client.scripts import Command, run_commands_async
 from turnstream.store.run.rewards import encode_reward, outcome_of, post_reward_command
 from turnstream.types import TrajectoryKey
 from turnstream_server.gateway.rest.bodies import (
-    JSON,
     MAX_ITEMS,
     Body,
     described_body,
-    media_type_of,
     parse_body,
-    read_content,
+    parsed_json,
 )
 from turnstream_server.gateway.rest.caller import Produce, RunName
 from turnstream_server.gateway.rest.ingest.results import TrajectoryResult, described_results
@@ -99,15 +97,9 @@ async def post_rewards(request: Request, run: RunName, caller: Produce) -> Respo
 
     The same reward again changes nothing. If an item is malformed, none is posted.
     """
-    media_type = media_type_of(request, accepted=(JSON,))
-    content = await read_content(request, media_type=media_type)
     run_id = await find_run_async(caller.client, run)
-    items, commands = await caller.gateway.parsers.run(
-        functools.partial(_commands, run_id),
-        content,
-        owner=caller.key.owner,
-        is_json=True,
-    )
+    parse = functools.partial(_commands, run_id)
+    items, commands = await parsed_json(request, parse, owner=caller.key.owner)
     replies: list[Any] = []
     for first in range(0, len(commands), _PER_CALL):
         some = commands[first : first + _PER_CALL]

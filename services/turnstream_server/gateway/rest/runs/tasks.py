@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Awaitable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field, StrictInt, StrictStr
 from turnstream.errors import InvalidTurnError, NotReadyError
 from turnstream.generator.api.work import WorkQueue
 from turnstream.generator.encode.group_checks import checked_key, checked_name
+from turnstream.generator.transport.bounded_calls import BoundedCalls
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run_async
@@ -26,20 +27,18 @@ from turnstream.store.run.configs import read_config_async
 from turnstream.store.run.tasks import OfferedTask, Prompt, add_prompts
 from turnstream.types import TrajectoryKey
 from turnstream_server.gateway.rest.bodies import (
-    JSON,
     MAX_ITEMS,
     Body,
     SmallBodyRoute,
     described_body,
-    media_type_of,
     parse_body,
-    read_content,
+    parsed_json,
 )
 from turnstream_server.gateway.rest.caller import Admin, Caller, RunName
 from turnstream_server.gateway.rest.held import WaitSeconds, held_calls, while_connected
 from turnstream_server.gateway.rest.ingest.delivery import Delivery
 from turnstream_server.gateway.rest.ingest.results import UNSUPPORTED
-from turnstream_server.gateway.rest.ingest.routes import Call
+from turnstream_server.gateway.rest.ingest.routes import Call, IngestCall
 from turnstream_server.gateway.rest.ingest.stored import is_open_for
 from turnstream_server.gateway.rest.ingest.writes import Write, named_fields
 from turnstream_server.gateway.rest.problems import problem_of, response
@@ -210,11 +209,7 @@ class EndedTask(BaseModel):
 )
 async def post_prompts(request: Request, run: RunName, caller: Admin) -> Response:
     """Add prompts to a run, which generators take as tasks."""
-    media_type = media_type_of(request, accepted=(JSON,))
-    content = await read_content(request, media_type=media_type)
-    first, prompts = await caller.gateway.parsers.run(
-        _parse_prompts, content, owner=caller.key.owner, is_json=True
-    )
+    first, prompts = await parsed_json(request, _parse_prompts, owner=caller.key.owner)
 
     def add(client: Any) -> dict[str, Any]:
         return {"num_added": add_prompts(client, run, prompts, first=first)}
@@ -234,17 +229,13 @@ async def post_task(request: Request, call: Call, body: Wait | None = None) -> A
     The request is held for at most `wait_s`. If there is no task by then, the status is 429, with
     the reasons. If every prompt is done, or the run is closed, it is 409.
     """
-    wait_s = 0.0 if body is None else body.wait_s
-    run, writer = await find_run_async(call.caller.client, call.run), call.writer_name
-    _, config = await read_config_async(call.caller.client, run)
-    calls = held_calls(call.caller.gateway, "task", f"run {run!r}: no task", wait_s=wait_s)
-    queue = _queue(writer)
-    taking = queue.next_task(run, calls, adopt=lambda taken: sorted(taken.epochs))
-    found = await _ready(while_connected(request, taking))
+    taking = await _begin(call, body, awaited="task", what="no task")
+    next_ = taking.queue.next_task(taking.run, taking.calls, adopt=lambda new: sorted(new.epochs))
+    found = await _ready(while_connected(request, next_))
     if isinstance(found, Response):
         return found
     task, members = found
-    return Task.of(task, members, writer=writer, lease_s=config.lease_s)
+    return Task.of(task, members, writer=call.writer_name, lease_s=taking.lease_s)
 
 
 @router.post("/runs/{run}/refills", response_model=Refill, summary="Take a refill")
@@ -253,12 +244,10 @@ async def post_refill(request: Request, call: Call, body: Wait | None = None) ->
 
     The request is held for at most `wait_s`. If there is none by then, the status is 429.
     """
-    wait_s = 0.0 if body is None else body.wait_s
-    run, writer = await find_run_async(call.caller.client, call.run), call.writer_name
-    _, config = await read_config_async(call.caller.client, run)
-    what = f"run {run!r}: no sample was to be tried again"
-    calls = held_calls(call.caller.gateway, "refill", what, wait_s=wait_s)
-    found = await _ready(while_connected(request, _queue(writer).next_refill(run, calls)))
+    what = "no sample was to be tried again"
+    taking = await _begin(call, body, awaited="refill", what=what)
+    next_ = taking.queue.next_refill(taking.run, taking.calls)
+    found = await _ready(while_connected(request, next_))
     if isinstance(found, Response):
         return found
     group = found.group
@@ -267,8 +256,8 @@ async def post_refill(request: Request, call: Call, body: Wait | None = None) ->
         prompt_uid=group.prompt_uid,
         num_samples=group.num_samples,
         num_needed=group.num_needed,
-        writer=writer,
-        lease_s=config.lease_s,
+        writer=call.writer_name,
+        lease_s=taking.lease_s,
     )
 
 
@@ -293,9 +282,21 @@ async def post_task_end(call: Call, body: TaskEnd) -> Any:
     return {"abandoned": [{"sample": key.sample, "attempt": key.attempt} for key in open_ones]}
 
 
-def _queue(writer: str) -> WorkQueue:
-    """Return the queue of one request. Other requests, of any gateway, have the same writer."""
-    return WorkQueue(checked_name(writer, field="X-Turnstream-Writer"), is_exclusive=True)
+class _Taking(NamedTuple):
+    run: str
+    lease_s: float
+    queue: WorkQueue
+    calls: BoundedCalls
+
+
+async def _begin(call: IngestCall, body: Wait | None, *, awaited: str, what: str) -> _Taking:
+    """Return the calls of one request. Other requests, of any gateway, have the same writer."""
+    run = await find_run_async(call.caller.client, call.run)
+    _, config = await read_config_async(call.caller.client, run)
+    wait_s = 0.0 if body is None else body.wait_s
+    calls = held_calls(call.caller.gateway, awaited, f"run {run!r}: {what}", wait_s=wait_s)
+    writer = checked_name(call.writer_name, field="X-Turnstream-Writer")
+    return _Taking(run, config.lease_s, WorkQueue(writer, is_exclusive=True), calls)
 
 
 async def _ready(taking: Awaitable[_Taken]) -> _Taken | Response:
