@@ -206,6 +206,35 @@ class HostedClient:
         asyncio.run(connected())
 
 
+class Undisturbed(NamedTuple):
+    """Results and final weights of a model whose worker was not disturbed."""
+
+    results: dict[int, bytes]
+    weights: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: HostedClient, run: str = "") -> Undisturbed:
+        """Return those of a model; its run and its session are named as those of all models."""
+        session, name = model.session.encode(), run.encode() or b"no run"
+        results = {
+            number: data.replace(session, b"S").replace(name, b"run")
+            for number, data in model.stored_results().items()
+        }
+        return cls(results, model.saved("end"))
+
+    def require(self, model: HostedClient, run: str = "") -> None:
+        """Require equal results and bit-equal weights of another model."""
+        found = Undisturbed.of(model, run)
+        assert found.results == self.results
+        assert_equal(found.weights, self.weights)
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Require bit-equal weights."""
+    assert one.keys() == other.keys()
+    assert [name for name, value in one.items() if not torch.equal(value, other[name])] == []
+
+
 def save(name: str, *, overwrite: bool = False) -> SaveWeights:
     """Return a save that is kept."""
     return SaveWeights(name=name, ttl_seconds=None, overwrite=overwrite, user_metadata={})

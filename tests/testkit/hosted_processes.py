@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 import redis
 
@@ -15,7 +14,6 @@ from turnstream_server.embedded import free_port
 from turnstream_server.launch.stack import Service, Stack
 from turnstream_server.models.byte_model import byte_model_spec, write_byte_model
 from turnstream_server.operations.bases import served_bases
-from turnstream_server.operations.keys import model_keys
 
 READY_S: Final = 180.0
 
@@ -28,20 +26,6 @@ _READY_LINES: Final = {
 """A part of the log line of each service that it writes when it is ready."""
 
 SERVICES: Final = (*_READY_LINES,)
-
-
-class Position(NamedTuple):
-    """The log of a model, as numbers of commands.
-
-    Attributes:
-        finished: newest command with a result.
-        submitted: newest command in the log.
-        covered: newest command whose effect a durable checkpoint holds.
-    """
-
-    finished: int
-    submitted: int
-    covered: int
 
 
 class HostedProcesses:
@@ -89,7 +73,7 @@ class HostedProcesses:
             failpoint: the place at which the process kills itself, see `failpoints.py`.
         """
         if name in self._services:
-            self.kill(name)  # also closes its pipe
+            self._services[name].kill()  # also closes its pipe
         environment = {"TURNSTREAM_FAILPOINT": failpoint, "OMP_NUM_THREADS": "1"}
         stack = Stack(self.hosting.folder, store_url=self._store_url, environment=environment)
         log = self.hosting.folder / "logs" / f"{name}.log"
@@ -108,21 +92,6 @@ class HostedProcesses:
         """Return the exit status of a service; None while it runs."""
         return self._services[name].status
 
-    def kill(self, *names: str) -> None:
-        """Send SIGKILL to services, and wait for their ends."""
-        for name in names:
-            self._services[name].kill()
-
-    def kill_and_restart(self, *names: str) -> float:
-        """Kill services and start them at once; return the seconds until all are ready."""
-        began_s = time.monotonic()
-        self.kill(*names)
-        for name in names:
-            self.start(name)
-        for name in names:
-            self.wait_until_ready(name)
-        return time.monotonic() - began_s
-
     def wait_until_ready(self, name: str) -> None:
         """Wait until a service that was started has written that it is ready."""
         service = self._services[name]
@@ -134,11 +103,3 @@ class HostedProcesses:
                 return _READY_LINES[name].encode() in log.read()
 
         wait_until(is_ready, READY_S, f"a ready {name}")
-
-    def position(self, model_id: str) -> Position | None:
-        """Return the position of the log of a model; None before its creation."""
-        fields = ("next", "submitted", "covered")
-        found: Any = self._client.hmget(model_keys(model_id).model, fields)
-        if found[0] is None:
-            return None
-        return Position(int(found[0]) - 1, int(found[1]), int(found[2]))

@@ -1,9 +1,8 @@
 """A program that trains hosted models with the real tinker SDK, and prints its results.
 
 Each line of standard input is a run: `{"base_model", "name", "num_rounds"}`. A run creates a model,
-and ends with a saved state. It prints lines of JSON: `{"started": name}` at its start,
-`{"model": id}` once it has a model, then `{"received": ..., "path": ..., "seconds": ...}`, or
-`{"error": [type, text], "seconds": ...}`.
+and ends with a saved state. It prints lines of JSON: `{"started": name}` at its start, then
+`{"received": ..., "path": ..., "seconds": ...}`, or `{"error": [type, text], "seconds": ...}`.
 
 All data are drawn from the number of the round, or are samples of the model with a seed. So two
 undisturbed runs receive the same values, bit for bit.
@@ -175,7 +174,6 @@ def main() -> None:
                 base_model=request["base_model"], rank=4, seed=1
             )
             model = model.result()
-            _print(model=model.get_info().model_id)
             recipe = Recipe(model, num_rounds=request["num_rounds"])
             path = recipe.run()
             found = {"received": recipe.received, "path": path}

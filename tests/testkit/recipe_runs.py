@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -19,10 +18,6 @@ RUN_S: Final = 480.0
 """Limit of a run. The SDK repeats a submit for 5 minutes, and then raises."""
 
 _PROGRAM: Final = Path(__file__).with_name("hosted_recipe.py")
-
-_EQUAL: Final = "equal"
-_HONEST: Final = "honest error"
-_FAILURE: Final = "FAILURE"
 
 Result = dict[str, Any]
 
@@ -48,7 +43,6 @@ class RecipeClient:
         ]
         for reader in self._readers:
             reader.start()
-        self.model_id = ""
 
     def __enter__(self) -> Self:
         return self
@@ -67,26 +61,17 @@ class RecipeClient:
     def start(self, name: str, *, num_rounds: int) -> None:
         """Start a run, and return as soon as it has started."""
         assert self._process.stdin is not None
-        self.model_id = ""
         request = {"base_model": BASE, "name": name, "num_rounds": num_rounds}
         self._process.stdin.write(f"{json.dumps(request)}\n")
         self._process.stdin.flush()
         assert self._lines.get(timeout=RUN_S)["started"] == name
 
     def wait(self, timeout_s: float) -> Result | None:
-        """Return the last line of the run; None if the run lasts longer.
-
-        `model_id` is the id of its model, as soon as it has one.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            try:
-                line = self._lines.get(timeout=max(0.0, deadline_s - time.monotonic()))
-            except queue.Empty:
-                return None
-            if "seconds" in line:
-                return line
-            self.model_id = line["model"]
+        """Return the last line of the run; None if the run lasts longer."""
+        try:
+            return self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
 
     def run(self, name: str, *, num_rounds: int) -> Result:
         """Return the last line of a run, which must end in time."""
@@ -102,25 +87,12 @@ class RecipeClient:
                 self._lines.put(json.loads(line))
 
 
-def outcome(hosting: Hosting, result: Result | None, reference: Result) -> tuple[str, str]:
-    """Return `equal`, `honest error` or `FAILURE`, and the reason.
-
-    Args:
-        hosting: folder of the saved states.
-        result: last line of a run; None if it has not ended.
-        reference: last line of an undisturbed run.
-    """
-    if result is None:
-        return _FAILURE, f"the run has not ended after {RUN_S:.0f} s"
-    if "error" in result:
-        kind, text = result["error"]
-        is_honest = kind.startswith("tinker.") and text.strip() != ""
-        return (_HONEST if is_honest else _FAILURE), f"{kind}: {text}"
-    if difference := first_difference(result["received"], reference["received"]):
-        return _FAILURE, difference
-    if weights(hosting, result) != weights(hosting, reference):
-        return _FAILURE, "the saved weights differ, and all that the client has received is equal"
-    return _EQUAL, ""
+def difference(hosting: Hosting, result: Result, reference: Result) -> str:
+    """Return the first difference of two runs; "" if results and saved weights are equal."""
+    found = first_difference(result["received"], reference["received"])
+    if not found and weights(hosting, result) != weights(hosting, reference):
+        return "the saved weights differ, and all that the client has received is equal"
+    return found
 
 
 def first_difference(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> str:

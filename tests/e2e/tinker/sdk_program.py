@@ -107,14 +107,6 @@ def first_state(client: Client, *, data: list[Json], name: str) -> Any:
     return model.save_state(name).result().path
 
 
-def forward_only(client: Client, *, state: str, data: list[Json]) -> Any:
-    """Return the outputs of a forward, and the norm of the gradient of a step after it."""
-    model = client.model()
-    model.load_state(state).result()
-    output = output_of(model.forward([datum_of(each) for each in data], "cross_entropy").result())
-    return {**output, "grad_norm": model.optim_step(_adam()).result().metrics["grad_norm"]}
-
-
 def ragged_chunks(client: Client, *, state: str, data: list[Json]) -> Any:
     """Return the outputs of a call that the SDK cuts into several chunks."""
     model = client.model()
@@ -151,16 +143,6 @@ def awaited(client: Client, *, data: list[Json], steps: int, name: str) -> Any:
     return {"losses": losses, "path": model.save_state(name).result().path}
 
 
-def accumulated(client: Client, *, state: str, parts: list[list[Json]], name: str) -> Any:
-    """Take one step on the sum of several calls."""
-    model = client.model()
-    model.load_state(state).result()
-    for part in parts:
-        model.forward_backward([datum_of(each) for each in part], "cross_entropy")
-    model.optim_step(_adam()).result()
-    return {"path": model.save_state(name).result().path}
-
-
 def saved_and_loaded(client: Client, *, data: list[Json], name: str) -> Any:
     """Save with moments, train on, and train the same from the saved state; return both paths."""
     first = client.model()
@@ -175,29 +157,6 @@ def saved_and_loaded(client: Client, *, data: list[Json], name: str) -> Any:
         model.optim_step(_adam()).result()
         paths.append(model.save_state(f"{name}-{place}").result().path)
     return {"paths": paths, "rank": second.get_info().lora_rank}
-
-
-def two_models(client: Client, *, data: list[Json], other: list[Json], name: str) -> Any:
-    """Train two models in turns, then each alone; return the paths in that order."""
-    paths = []
-    together = [client.model(seed=1), client.model(seed=2)]
-    sets = [data, other]
-    for _ in range(2):
-        calls = [
-            model.forward_backward([datum_of(each) for each in own], "cross_entropy")
-            for model, own in zip(together, sets, strict=True)
-        ]
-        steps = [model.optim_step(_adam()) for model in together]
-        for each in [*calls, *steps]:
-            each.result()
-    paths += [model.save_state(f"{name}-a").result().path for model in together]
-    for seed, own in zip((1, 2), sets, strict=True):
-        alone = client.model(seed=seed)
-        for _ in range(2):
-            alone.forward_backward([datum_of(each) for each in own], "cross_entropy").result()
-            alone.optim_step(_adam()).result()
-        paths.append(alone.save_state(f"{name}-b").result().path)
-    return {"paths": paths}
 
 
 def refused(client: Client, *, calls: list[tuple[list[Json], str, Json]], good: list[Json]) -> Any:
@@ -217,27 +176,6 @@ def refused(client: Client, *, calls: list[tuple[list[Json], str, Json]], good: 
     output = model.forward_backward([datum_of(each) for each in good], "cross_entropy").result()
     model.optim_step(_adam()).result()
     return {"errors": errors, "loss": output.metrics["loss:sum"]}
-
-
-def refused_settings(client: Client, *, adams: list[Json], good: list[Json]) -> Any:
-    """Return the error of each bad step, and that a good one works afterwards."""
-    model = client.model()
-    errors = []
-    for adam in adams:
-        model.forward_backward([datum_of(each) for each in good], "cross_entropy").result()
-
-        def call(adam: Json = adam) -> Any:
-            return model.optim_step(tinker.AdamParams(**adam)).result()
-
-        errors.append(error_of(call))
-    model.optim_step(_adam()).result()
-    names = [error_of(lambda name=name: model.save_state(name).result()) for name in ("a/b", "..")]
-    model.save_state("twice").result()
-    names.append(error_of(lambda: model.save_state("twice").result()))
-    missing = f"{model.save_state('there').result().path}-not"
-    names.append(error_of(lambda: model.load_state(missing).result()))
-    unknown = error_of(lambda: client.model(base_model="no/such-model"))
-    return {"errors": errors, "names": names, "unknown": unknown}
 
 
 def custom_loss(client: Client, *, state: str, data: list[Json], name: str) -> Any:
@@ -372,16 +310,6 @@ def exported(client: Client, *, data: list[Json], folder: str) -> Any:
     return {"saved": saved, "path": path, "files": sorted(files), "kinds": kinds}
 
 
-def refused_path(client: Client, *, path: str) -> Any:
-    """Return the errors of the uses of a checkpoint that belongs to another key."""
-    model = client.model()
-    return [
-        error_of(lambda: model.load_state(path).result()),
-        error_of(lambda: created(client.service.create_training_client_from_state(path))),
-        error_of(lambda: created(client.service.create_sampling_client(model_path=path))),
-    ]
-
-
 def error_of(call: Callable[[], Any]) -> list[str] | None:
     """Return the type and the text of the error of a call; None without one."""
     try:
@@ -402,9 +330,8 @@ def _small_adam() -> Any:
 SCENARIOS: dict[str, Scenario] = {
     each.__name__: each
     for each in (
-        *(capabilities, first_state, loss_and_step, forward_only, ragged_chunks, pipelined),
-        *(awaited, accumulated, saved_and_loaded, two_models, refused, refused_settings),
-        *(custom_loss, sampled, listed, refused_path, trained_on_a_run, exported),
+        *(capabilities, first_state, loss_and_step, ragged_chunks, pipelined, awaited),
+        *(saved_and_loaded, refused, custom_loss, sampled, listed, trained_on_a_run, exported),
     )
 }
 

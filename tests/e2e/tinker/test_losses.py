@@ -109,16 +109,6 @@ def test_custom_loss_of_the_client_trains(
     _check_step(hosting, state, result["path"], expected)
 
 
-def test_forward_adds_no_gradient(hosting: Hosting, sdk: Callable[..., Sdk], state: str) -> None:
-    data = random_data(4, LENGTHS)
-
-    result = sdk().run(BASE, "forward_only", state=state, data=as_sent(data))
-
-    expected = reference(hosting.saved(state), data, loss="cross_entropy", settings={})
-    _check_outputs(result, expected, data)
-    assert result["grad_norm"] == 0
-
-
 def test_ragged_datums_of_several_chunks_keep_their_order(
     hosting: Hosting, sdk: Callable[..., Sdk], state: str
 ) -> None:

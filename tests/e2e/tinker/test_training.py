@@ -15,12 +15,6 @@ from testkit.sdks import BASE, NEWEST, RELEASES, Hosting, Sdk
 LENGTHS: Final = (6, 3, 11)
 
 
-@pytest.fixture(scope="module")
-def state(sdk: Callable[..., Sdk]) -> str:
-    """A saved model, none of whose factors is zero."""
-    return sdk().run(BASE, "first_state", data=as_sent(random_data(0, LENGTHS)), name="trained")
-
-
 @pytest.fixture(scope="module", params=RELEASES)
 def answers(request: pytest.FixtureRequest, sdk: Callable[..., Sdk]) -> dict[str, Any]:
     """Results of several scenarios that one client of a release runs."""
@@ -49,25 +43,6 @@ def test_pipelined_calls_equal_awaited_ones(hosting: Hosting, answers: dict[str,
     _require_equal(hosting, pipelined["path"], awaited["path"])
 
 
-def test_gradients_of_several_calls_add_up(
-    hosting: Hosting, sdk: Callable[..., Sdk], state: str
-) -> None:
-    parts = [as_sent(random_data(seed, LENGTHS)) for seed in (2, 3, 4)]
-    union = [datum for part in parts for datum in part]
-
-    several, one = sdk().run_all(
-        BASE,
-        [
-            ("accumulated", {"state": state, "parts": parts, "name": "several"}),
-            ("accumulated", {"state": state, "parts": [union], "name": "one"}),
-        ],
-    )
-
-    found, wanted = (stored_weights(hosting.saved(each["path"])) for each in (several, one))
-    for name, weight in wanted.items():
-        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
-
-
 def test_loaded_state_trains_bit_equal_to_the_saved_model(
     hosting: Hosting, answers: dict[str, Any]
 ) -> None:
@@ -75,17 +50,6 @@ def test_loaded_state_trains_bit_equal_to_the_saved_model(
 
     assert result["rank"] == 4
     _require_equal(hosting, *result["paths"])
-
-
-def test_two_models_at_once_equal_each_alone(hosting: Hosting, sdk: Callable[..., Sdk]) -> None:
-    data, other = (as_sent(random_data(seed, LENGTHS)) for seed in (6, 7))
-
-    paths = sdk().run(BASE, "two_models", data=data, other=other, name="two")["paths"]
-
-    _require_equal(hosting, paths[0], paths[2])
-    _require_equal(hosting, paths[1], paths[3])
-    first, second = (stored_weights(hosting.saved(each)) for each in paths[:2])
-    assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
 def test_bad_calls_are_refused_and_the_client_stays_usable(answers: dict[str, Any]) -> None:
@@ -96,23 +60,6 @@ def test_bad_calls_are_refused_and_the_client_stays_usable(answers: dict[str, An
         assert all(word in error[1] for word in words), f"{loss} {settings}: {error}"
         assert seconds < 5.0
     assert result["loss"] > 0
-
-
-def test_bad_steps_names_and_paths_are_refused(sdk: Callable[..., Sdk]) -> None:
-    good = as_sent(random_data(9, LENGTHS))
-    adams = [{"beta1": 1.0}, {"learning_rate": -1.0}, {"eps": -1.0}]
-
-    result = sdk().run(BASE, "refused_settings", adams=adams, good=good)
-
-    for adam, error in zip(adams, result["errors"], strict=True):
-        (name,) = adam
-        assert name in error[1]
-    slash, dots, twice, missing = result["names"]
-    assert "'/'" in slash[1]
-    assert "'..'" in dots[1]
-    assert "twice" in twice[1]
-    assert "there-not" in missing[1]
-    assert BASE in result["unknown"][1]
 
 
 def _bad_calls(

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from testkit.hosted import STEP, Forward, ModelHost, datums, passes_of_models, save
+from testkit.hosted import (
+    STEP,
+    Forward,
+    ModelHost,
+    assert_equal,
+    datums,
+    passes_of_models,
+    save,
+)
 from testkit.training import make_engine, pulled
 from turnstream.batching.packing.microbatch import Budget
 from turnstream.batching.rows.operations import Operation, operation_rows
@@ -203,11 +211,6 @@ def test_model_that_cannot_be_made_refuses_all_commands(model_host: ModelHost) -
 
 def replace_step(**values: float) -> OptimStep:
     return STEP._replace(**values)
-
-
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name, value in one.items() if not torch.equal(value, other[name])] == []
 
 
 def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import torch
 
 from testkit import wait_until
 from testkit.hosted import (
@@ -16,6 +15,8 @@ from testkit.hosted import (
     Forward,
     HostedClient,
     ModelHost,
+    Undisturbed,
+    assert_equal,
     datums,
     new_model_host,
     passes_of_models,
@@ -30,13 +31,6 @@ from turnstream_server.operations.results import DROPPED
 
 ANONYMOUS = SaveForSampler("", 0, "snapshot", None, {})
 BAD_STEP = STEP._replace(eps=0.0)
-
-
-class Undisturbed(NamedTuple):
-    """Results and final weights of a run without a crash."""
-
-    results: dict[int, bytes]
-    weights: dict[str, torch.Tensor]
 
 
 def make_busy(model_host: ModelHost) -> HostedClient:
@@ -57,13 +51,7 @@ def undisturbed(
     model_host = new_model_host(server.url, base, tmp_path_factory.mktemp("undisturbed"))
     model = make_busy(model_host)
     model_host.run(model)
-    return Undisturbed(results_of(model), model.saved("end"))
-
-
-def results_of(model: HostedClient) -> dict[int, bytes]:
-    """Return the results of a model, with a session id that all models share."""
-    session = model.session.encode()
-    return {number: data.replace(session, b"S") for number, data in model.stored_results().items()}
+    return Undisturbed.of(model)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +85,7 @@ def test_killed_worker_changes_no_result_and_no_weight(
     assert process.exitcode == -signal.SIGKILL
     after = model.stored_results()
     assert {number: after[number] for number in before} == before
-    assert results_of(model) == undisturbed.results
-    assert_equal(model.saved("end"), undisturbed.weights)
+    undisturbed.require(model)
 
 
 @pytest.mark.parametrize("has_gradient", [False, True])
@@ -157,8 +144,7 @@ def test_worker_that_stops_between_two_passes_leaves_the_call_to_the_next_one(
 
     assert model.stored_results().keys() == {0}
     model_host.run(model)
-    assert results_of(model) == undisturbed.results
-    assert_equal(model.saved("end"), undisturbed.weights)
+    undisturbed.require(model)
 
 
 def test_only_the_newest_checkpoints_stay(model_host: ModelHost) -> None:
@@ -197,8 +183,3 @@ def test_command_that_never_arrives_fails_those_that_wait(model_host: ModelHost)
 
     assert "operation 2 of the model has never arrived" in model.failure(3).error
     assert model.answer(5).content["metrics"]["skipped"] == 0
-
-
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name, value in one.items() if not torch.equal(value, other[name])] == []

@@ -7,7 +7,7 @@ import itertools
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import redis
@@ -20,6 +20,7 @@ from testkit.hosted import (
     STEP,
     HostedClient,
     ModelHost,
+    Undisturbed,
     datums,
     new_model_host,
     save,
@@ -106,15 +107,6 @@ def steps_of(model: HostedClient) -> list[float]:
     return [each.metrics["step:max"] for each in outputs if "step:max" in each.metrics]
 
 
-def results_of(model: HostedClient, run: str) -> dict[int, bytes]:
-    """Return the results with a session and a run that all models share."""
-    session = model.session.encode()
-    return {
-        number: data.replace(session, b"S").replace(run.encode(), b"run")
-        for number, data in model.stored_results().items()
-    }
-
-
 def test_model_on_a_run_equals_a_trainer_of_it(
     model_host: ModelHost,
     client: redis.Redis,
@@ -173,13 +165,6 @@ def trained(
     return load_file(folder / "adapter_model.safetensors")
 
 
-class Undisturbed(NamedTuple):
-    """Results and final weights of a model of `make_busy` whose worker was not disturbed."""
-
-    results: dict[int, bytes]
-    weights: dict[str, torch.Tensor]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(
     server: EmbeddedServer, base: Path, tmp_path_factory: pytest.TempPathFactory
@@ -190,7 +175,7 @@ def undisturbed(
         model_host = model_host._replace(batcher=batcher.target)
         model = make_busy(model_host, run)
         model_host.run(model)
-    return Undisturbed(results_of(model, run), model.saved("end"))
+    return Undisturbed.of(model, run)
 
 
 @pytest.mark.parametrize(
@@ -224,10 +209,8 @@ def test_killed_worker_trains_each_mini_batch_once_to_equal_weights(
     assert process.exitcode == -signal.SIGKILL
     after = model.stored_results()
     assert {number: after[number] for number in before} == before
-    assert results_of(model, run) == undisturbed.results
+    undisturbed.require(model, run)
     assert steps_of(model) == [1, 1, 2, 2, 3, 3]
-    saved, weights = model.saved("end"), undisturbed.weights
-    assert [name for name, value in weights.items() if not torch.equal(value, saved[name])] == []
     frontier = read_frontier(client, run)
     assert (frontier.stepped, frontier.committed) == (3, 3)
     assert read_ledger(client, run).by_state[TrajectoryState.COMMITTED] == 12

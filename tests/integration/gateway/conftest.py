@@ -94,11 +94,12 @@ class Api:
         token: int = 5,
         loss: str = "cross_entropy",
         num_datums: int = 1,
+        num_tokens: int = 2,
     ) -> httpx2.Response:
-        """Submit a training call of datums of two tokens, as a release before 0.25 does."""
-        targets = {"data": [token, token + 1], "dtype": "int64"}
+        """Submit a training call, as a release before 0.25 does."""
+        targets = {"data": [token + place for place in range(num_tokens)], "dtype": "int64"}
         datum = {
-            "model_input": {"chunks": [{"tokens": [token, token]}]},
+            "model_input": {"chunks": [{"tokens": [token] * num_tokens}]},
             "loss_fn_inputs": {"target_tokens": targets},
         }
         sent = {"data": [datum] * num_datums, "loss_fn": loss}

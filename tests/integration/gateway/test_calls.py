@@ -32,43 +32,25 @@ def test_calls_run_by_number_and_are_answered_at_once(api: Any, worker: CannedWo
     assert worker.ran[-2:] == [f"{model}:1", f"{model}:2"]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
+def test_refused_training_calls_use_up_their_numbers(api: Any):
+    model = api.model()
+    cases = [
         ({"loss": "unknown"}, "loss 'unknown' is not one of"),
         ({"loss": "stable_reinforce"}, "'stable_reinforce' is not supported"),
         ({"token": 299}, "datum 0, target_tokens: token 1 is 300, .* has the ids 0 to 299"),
         ({"token": 300}, "datum 0, model_input: token 0 is 300"),
         ({"token": -1}, "datum 0, model_input: token 0 is -1"),
-    ],
-)
-def test_a_refused_call_uses_up_its_number(api: Any, change: dict[str, Any], words: str):
-    model = api.model()
+        ({"num_tokens": 129}, "datum 0: model_input has 129 tokens, the context of"),
+    ]
 
-    refused = api.train(model, 1, **change).json()
-    again = api.train(model, 1, **change).json()
-    after = api.train(model, 2).json()
-
-    failure = api.result(refused["request_id"])
-    assert again == refused
-    assert failure["category"] == "user"
-    assert re.search(words, failure["error"]), failure["error"]
+    for number, (change, words) in enumerate(cases, 1):
+        refused, again = (api.train(model, number, **change).json() for _ in range(2))
+        failure = api.result(refused["request_id"])
+        assert again == refused
+        assert failure["category"] == "user"
+        assert re.search(words, failure["error"]), failure["error"]
+    after = api.train(model, len(cases) + 1).json()
     assert api.result(after["request_id"])["metrics"] == {"loss:sum": 11.0}
-
-
-def test_rows_beyond_the_context_are_refused(api: Any):
-    model = api.model()
-    tokens = [1] * (api.base.context_length + 1)
-    datum = {
-        "model_input": {"chunks": [{"tokens": tokens}]},
-        "loss_fn_inputs": {"target_tokens": {"data": tokens, "dtype": "int64"}},
-    }
-    sent = {"data": [datum], "loss_fn": "cross_entropy"}
-
-    submitted = api.answer("forward", model_id=model, seq_id=1, forward_input=sent)
-
-    error = api.result(submitted["request_id"])["error"]
-    assert error.startswith("datum 0: model_input has 129 tokens, the context of")
 
 
 def sparse_call(model: str, number: int, *, num_tokens: int, width: int) -> bytes:

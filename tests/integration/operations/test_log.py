@@ -206,16 +206,6 @@ def test_worker_that_must_stop_can_write_nothing(
         assert after == before
 
 
-def test_ended_model_takes_no_command_and_has_no_log(logs: CommandLogs) -> None:
-    model_id = logs.new_model()
-    logs.client.hset(model_keys(model_id).model, "ended", "closed")
-
-    with pytest.raises(EndOfRunError, match="has ended"):
-        logs.acquire(model_id)
-    with pytest.raises(EndOfRunError, match="has ended: closed"):
-        logs.submit(model_id, 1)
-
-
 def test_idle_poll_writes_nothing(logs: CommandLogs) -> None:
     model_id = logs.new_model()
     log = logs.acquire(model_id)

@@ -104,16 +104,22 @@ def test_large_numbers_are_not_rounded(logs: CommandLogs, sampler: SamplerRecord
 def test_repeated_sample_has_one_result_and_the_same_id(
     logs: CommandLogs, sampler: SamplerRecord
 ) -> None:
-    queue = _queue(logs, sampler)
+    queue, refusal = _queue(logs, sampler), Failure("too long", "user")
     ids = {str(_submit(logs, sampler, 7)) for _ in range(2)}
+    with pytest.raises(ConflictError, match="seq_id 7"):
+        _submit(logs, sampler, 7, seed=1)
+    for _ in range(2):  # it is not queued
+        request_id = logs.do(lambda client: refuse_sample(client, sampler.sampler_id, 3, refusal))
+        assert request_id == RequestId(sampler.sampler_id, 3)
 
     samples = [*queue.read()]
     for place, sample in enumerate(samples):
         queue.finish(sample, Answer({"place": place}))
 
     assert ids == {f"{sampler.sampler_id}:7"}
-    assert {each.request_id.number for each in samples} == {7}
+    assert [each.request_id.number for each in samples] == [7, 7]
     assert _result(logs, sampler, 7) == Answer({"place": 0})
+    assert _result(logs, sampler, 3) == refusal
     assert str(_submit(logs, sampler, 7)) in ids
     assert [*queue.read(block=False)] == []  # finished: not queued again
     assert logs.client.xlen(samples_key(sampler.base_model)) == 0
@@ -122,29 +128,6 @@ def test_repeated_sample_has_one_result_and_the_same_id(
 def _result(logs: CommandLogs, sampler: SamplerRecord, number: int) -> Any:
     stored: Any = logs.client.hget(sampler_keys(sampler.sampler_id).results, str(number))
     return None if stored is None else decode_result(stored)
-
-
-def test_sample_of_other_content_is_a_conflict_without_effect(
-    logs: CommandLogs, sampler: SamplerRecord
-) -> None:
-    _submit(logs, sampler, 7)
-
-    with pytest.raises(ConflictError, match="seq_id 7"):
-        _submit(logs, sampler, 7, seed=1)
-
-    assert len([*_queue(logs, sampler).read()]) == 1
-
-
-def test_refused_sample_has_its_result_and_is_not_queued(
-    logs: CommandLogs, sampler: SamplerRecord
-) -> None:
-    refusal = Failure("too long", "user")
-    for _ in range(2):
-        request_id = logs.do(lambda client: refuse_sample(client, sampler.sampler_id, 3, refusal))
-        assert request_id == RequestId(sampler.sampler_id, 3)
-
-    assert _result(logs, sampler, 3) == refusal
-    assert [*_queue(logs, sampler).read(block=False)] == []
 
 
 @pytest.mark.both_servers

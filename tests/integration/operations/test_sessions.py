@@ -122,11 +122,14 @@ def test_silent_session_is_closed_with_its_results(logs: CommandLogs, opened: Op
 
     with pytest.raises(EndOfRunError, match="no heartbeat"):
         logs.do(lambda client: beat(client, opened.session_id))
-    with pytest.raises(EndOfRunError):
+    with pytest.raises(EndOfRunError, match="has ended: its session has ended"):
         logs.submit(opened.model_id, 2)
-    with pytest.raises(EndOfRunError):
+    with pytest.raises(EndOfRunError, match="has ended"):
         logs.acquire(opened.model_id)
-    assert read_model(logs.client, opened.model_id).ended
+    model = read_model(logs.client, opened.model_id)
+    with pytest.raises(EndOfRunError, match="has ended"):
+        logs.do(lambda client: create_model(client, model, CONTENT))
+    assert model.ended
     assert opened.model_id not in models_of_base(logs.client, BASE)
     assert logs.do(lambda client: read_session(client, living)).finished == ""
     assert _close_silent(logs) == []
@@ -234,15 +237,6 @@ def test_model_of_other_settings_is_a_conflict_without_effect(
 
     assert read_model(logs.client, model_id) == record
     assert model_id not in models_of_base(logs.client, "other")
-
-
-def test_model_of_a_closed_session_is_not_created_again(logs: CommandLogs) -> None:
-    model_id = logs.new_model()
-    logs.client.hset(model_keys(model_id).model, "ended", "closed")
-    record = read_model(logs.client, model_id)
-
-    with pytest.raises(EndOfRunError, match="has ended"):
-        logs.do(lambda client: create_model(client, record, CONTENT))
 
 
 def test_models_of_an_owner_are_read_in_pages(logs: CommandLogs) -> None:

@@ -198,19 +198,6 @@ def test_each_step_gives_every_adapter_a_token(batch_of: Callable[..., Continuou
     assert not any(request.future.done() for request in crowd)
 
 
-def test_adapters_start_in_the_order_of_requests(batch_of: Callable[..., ContinuousBatch]) -> None:
-    batch = batch_of(max_sequences=2)
-    names = ["one", "one", "one", "other", "", "one", "other"]
-    requests = [add(batch, name, max_tokens=3) for name in names]
-    ended: list[int] = []
-
-    while not batch.is_idle:
-        batch.step()
-        ended += [at for at, each in enumerate(requests) if each.future.done() and at not in ended]
-
-    assert ended == sorted(ended) == [*range(7)]
-
-
 def test_new_weights_of_an_adapter_restart_its_own_sequences(
     served: Served, batch_of: Callable[..., ContinuousBatch]
 ) -> None:

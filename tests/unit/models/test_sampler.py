@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from turnstream.errors import InvalidConfigError, RejectedError
 from turnstream_server.models.fair_turns import BatchLimits
-from turnstream_server.models.logprobs import PaddedRows, response_logprobs
 from turnstream_server.models.packed import enable_packing
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.sampler import Sampler
@@ -166,50 +165,12 @@ def _check_topk(
     assert all(len(set(row)) == num_topk for row in found.token_ids.tolist())
 
 
-def test_request_samples_equal_tokens_alone_and_in_a_crowd(sampler: Sampler) -> None:
-    prompt = [5, 6, 7]
-    params = SamplingParams(max_tokens=40, seed=11, top_p=0.9, num_samples=2, stop_ids=())
-
-    (alone,) = results([sampler.submit(prompt, params)])
-    others = [
-        sampler.submit(each, SamplingParams(max_tokens=2 + 3 * at, stop_ids=(), top_k=5))
-        for at, each in enumerate(make_prompts(12))
-    ]
-    (crowded,) = results([sampler.submit(prompt, params)])
-    results(others)
-
-    assert not np.array_equal(alone.sequences[0].token_ids, alone.sequences[1].token_ids)
-    for first, second in zip(alone.sequences, crowded.sequences, strict=True):
-        assert first.token_ids.tolist() == second.token_ids.tolist()
-        np.testing.assert_allclose(first.logprobs, second.logprobs, atol=1e-5)
-
-
 def test_requests_without_a_seed_differ(sampler: Sampler) -> None:
     params = SamplingParams(max_tokens=30, stop_ids=())
 
     one, two = results([sampler.submit([1], params), sampler.submit([1], params)])
 
     assert one.sequences[0].token_ids.tolist() != two.sequences[0].token_ids.tolist()
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logprobs_agree_with_those_of_the_trainer(architecture: str) -> None:
-    model, prompt = tiny_model(architecture), make_prompts(3)[2]
-    params = SamplingParams(
-        max_tokens=20, temperature=0.7, top_k=5, seed=0, stop_ids=(), prompt_logprobs=True
-    )
-
-    with Sampler(model) as sampler:
-        (result,) = results([sampler.submit(prompt, params)])
-
-    row = torch.tensor([prompt + result.sequences[0].token_ids.tolist()])
-    mask_BR = torch.ones(1, row.shape[1] - 1)
-    rows = PaddedRows(row, torch.ones_like(row))
-    expected_BR = response_logprobs(model, rows, mask_BR=mask_BR, temperature=0.7).detach()
-    assert result.prompt_logprobs is not None
-    assert np.isnan(result.prompt_logprobs[0])
-    found = np.concatenate((result.prompt_logprobs[1:], result.sequences[0].logprobs))
-    np.testing.assert_allclose(found, expected_BR[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma2"])

@@ -24,32 +24,26 @@ def _num_tokens_until_stop(
     return next((n for n, token in enumerate(token_ids, 1) if matcher.add(token)), None)
 
 
-def test_match_may_begin_and_end_inside_of_tokens() -> None:
-    words = ("ab\n", "\nUse", "r: c")
+@pytest.mark.parametrize(
+    ("token_ids", "stop", "words", "expected"),
+    [
+        ([256, 257, 258, 256], "\n\nUser:", ("ab\n", "\nUse", "r: c"), 3),  # inside of tokens
+        *(
+            ([*f"a{stop}b".encode()], stop, (), 1 + len(stop.encode()))
+            for stop in ("é", "€uro", "日本")
+        ),
+        # 0x80 makes the run of bytes invalid, also those in front of it.
+        ([*b"Q\x80\xff", 256, *b"end"], "end", ("▁a",), 7),
+        ([*b"ser: User:"], "User:", (), 10),  # the prompt ends with U, and does not count
+        ([256], " User", ("▁User",), 1),  # the space at the start of a response
+    ],
+)
+def test_stop_string_ends_at_its_last_token(
+    token_ids: list[int], stop: str, words: tuple[str, ...], expected: int
+) -> None:
+    found = _num_tokens_until_stop(token_ids, stop, words=words, prompt=b"stop at U")
 
-    assert _num_tokens_until_stop([256, 257, 258, 256], "\n\nUser:", words=words) == 3
-
-
-@pytest.mark.parametrize("stop", ["é", "€uro", "日本"])
-def test_characters_of_several_tokens_are_matched(stop: str) -> None:
-    text = list(f"a{stop}b".encode())
-
-    assert _num_tokens_until_stop(text, stop) == len(f"a{stop}".encode())
-
-
-def test_match_is_found_after_bytes_that_are_no_text() -> None:
-    # 0x80 makes the run of bytes invalid, also those in front of it.
-    ids = [*b"Q\x80\xff", 256, *b"end"]
-
-    assert _num_tokens_until_stop(ids, "end", words=("▁a",)) == len(ids)
-
-
-def test_text_of_the_prompt_does_not_count() -> None:
-    assert _num_tokens_until_stop(list(b"ser: User:"), "User:", prompt=b"stop at U") == 10
-
-
-def test_space_at_the_start_of_a_response_is_part_of_the_text() -> None:
-    assert _num_tokens_until_stop([256], " User", words=("▁User",)) == 1
+    assert found == expected
 
 
 def test_long_responses_are_matched_wherever_the_window_begins() -> None:

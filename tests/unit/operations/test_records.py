@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -206,13 +205,3 @@ def test_script_writes_a_failure_around_a_number(number: int) -> None:
     failure = decode_result(before + b"%d" % number + after)
 
     assert failure == Failure(f'"é": {number} is missing', "server")
-
-
-def test_metric_may_be_infinite_or_no_number() -> None:
-    output = TrainingOutput([], {"loss:sum": math.nan, "kl:max": -math.inf})
-
-    found = decode_result(encode_result(output))
-
-    assert isinstance(found, TrainingOutput)
-    assert math.isnan(found.metrics["loss:sum"])
-    assert found.metrics["kl:max"] == -math.inf
