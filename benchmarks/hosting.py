@@ -20,7 +20,7 @@ from turnstream_server.launch.stack import Service, Stack
 from turnstream_server.launch.up import API_KEY
 from turnstream_server.models.byte_model import write_byte_model
 from turnstream_server.models.spec import SmallModelSpec
-from turnstream_server.operations.bases import served_bases
+from turnstream_server.operations.bases import read_bases
 
 PREFIX = "/api/v1"
 PROTOBUF = "application/x-protobuf"
@@ -77,7 +77,7 @@ def hosted(specs: dict[str, SmallModelSpec]) -> Iterator[Hosted]:
             address = stack.wait_for_file(address_file, of=gateway, timeout_s=60)
             with connect(store.url) as client:
                 for _ in logged.watch(timeout_s=120):
-                    if len(served_bases(client)) == len(specs):
+                    if len(read_bases(client)) == len(specs):
                         break
             yield Hosted(
                 address=address,

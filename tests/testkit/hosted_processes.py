@@ -13,7 +13,7 @@ from turnstream.store.client.connection import connect
 from turnstream_server.embedded import free_port
 from turnstream_server.launch.stack import Service, Stack
 from turnstream_server.models.byte_model import byte_model_spec, write_byte_model
-from turnstream_server.operations.bases import served_bases
+from turnstream_server.operations.bases import read_bases
 
 READY_S: Final = 180.0
 
@@ -86,7 +86,7 @@ class HostedProcesses:
             self.start(name, failpoint=failpoints.get(name, ""))
         for name in SERVICES:
             self.wait_until_ready(name)
-        wait_until(lambda: served_bases(self._client), READY_S, "a base model")
+        wait_until(lambda: read_bases(self._client), READY_S, "a base model")
 
     def status(self, name: str) -> int | None:
         """Return the exit status of a service; None while it runs."""

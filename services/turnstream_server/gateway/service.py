@@ -27,7 +27,7 @@ from turnstream_server.gateway.state import Gateway
 from turnstream_server.gateway.store_clients import bounded_client
 from turnstream_server.http_server import BACKLOG, listening_socket
 from turnstream_server.loops import background
-from turnstream_server.operations.bases import served_bases
+from turnstream_server.operations.bases import read_bases
 from turnstream_server.operations.kept_results import drop_due
 from turnstream_server.operations.sessions import close_silent
 from turnstream_server.options import split_address, write_address
@@ -137,7 +137,7 @@ def _add_checks(options: GatewayOptions) -> None:
 
     def base_models() -> str:
         with connect(options.redis_url, num_retries=0, silent_s=_ANSWER_S) as client:
-            return "" if served_bases(client) else "no worker serves a base model"
+            return "" if read_bases(client) else "no worker serves a base model"
 
     readiness = options.readiness
     readiness.add("store", store_check(options.redis_url, durability=options.durability))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Mapping
 from typing import Final, TypeVar
@@ -32,14 +33,14 @@ _Value = TypeVar("_Value")
 class BaseModels:
     """The base models of the workers. One that was registered once stays known."""
 
-    def __init__(self, client: redis.asyncio.Redis) -> None:
-        self._client = client
+    def __init__(self, threads: StoreThreads) -> None:
+        self._threads = threads
         self._known: dict[str, BaseModel] = {}
         self._read_s = -_REFRESH_S
 
     async def served(self) -> Mapping[str, BaseModel]:
         """Return the names of the served base models, each with its model."""
-        return await read_bases(self._client)
+        return await self._threads.run(read_bases)
 
     async def require_served(self, name: str) -> BaseModel:
         """Return a served base model; BatchingError lists the names of all if it is not served."""
@@ -52,7 +53,8 @@ class BaseModels:
     async def known(self, name: str) -> BaseModel:
         """Return a base model whose workers may be away; NotReadyError if it never had any."""
         if name not in self._known or time.monotonic() - self._read_s >= _REFRESH_S:
-            self._known = await read_bases(self._client, is_served=False)
+            known = functools.partial(read_bases, is_served=False)
+            self._known = await self._threads.run(known)
             self._read_s = time.monotonic()
         if name not in self._known:
             raise NotReadyError(f"no worker has registered base model {name!r}")
@@ -88,12 +90,12 @@ class Gateway:
         self.options = options
         self.client = client
         self.polls = polls
-        self.bases = BaseModels(client)
         self.keys = KeyChecks(client, requires_key=options.requires_key)
         self.closing = contextlib.AsyncExitStack()
         self.resources = contextlib.AsyncExitStack()
         self.threads = StoreThreads(options.redis_url)
         self.resources.push_async_callback(self.threads.close)
+        self.bases = BaseModels(self.threads)
         self.streams = StreamWaits(options.redis_url)
         self.resources.push_async_callback(self.streams.stop)
         self.closing.callback(self.streams.close)

@@ -12,6 +12,13 @@ from turnstream.errors import AccessDeniedError, RunNotFoundError, UnknownKeyErr
 from turnstream_server.gateway.state import Gateway, keep
 from turnstream_server.keys.checks import key_of, secret_of
 from turnstream_server.keys.records import PREFIX, ApiKey
+from turnstream_server.operations.checkpoint_paths import CheckpointPath
+from turnstream_server.operations.checkpoints import (
+    SavedCheckpoint,
+    checkpoints_of,
+    read_checkpoint,
+    read_shared,
+)
 from turnstream_server.operations.keys import MODEL_ID, SAMPLER_ID
 from turnstream_server.operations.models import ModelRecord, read_model_async
 from turnstream_server.operations.request_ids import RequestId
@@ -68,6 +75,22 @@ class TinkerCaller:
         if record is None or record.owner != self.owner:
             raise RunNotFoundError(f"there is no sampling session {sampler_id!r}")
         return record
+
+    async def checkpoint(self, path: CheckpointPath) -> SavedCheckpoint:
+        """Return a checkpoint; RunNotFoundError if there is none."""
+        return await self.gateway.threads.run(
+            lambda client: read_checkpoint(client, self.owner, path)
+        )
+
+    async def shared_checkpoint(self, path: CheckpointPath) -> SavedCheckpoint:
+        """Return a checkpoint, also a published one; RunNotFoundError if there is none."""
+        return await self.gateway.threads.run(lambda client: read_shared(client, self.owner, path))
+
+    async def checkpoints(self, model_id: str | None = None) -> list[SavedCheckpoint]:
+        """Return all checkpoints, or those of a model, the oldest first."""
+        return await self.gateway.threads.run(
+            lambda client: checkpoints_of(client, self.owner, model_id=model_id)
+        )
 
     async def require_target(self, request_id: RequestId) -> None:
         """Raise RunNotFoundError unless the model or sampling session of a request is there."""

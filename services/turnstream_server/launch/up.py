@@ -15,7 +15,7 @@ from turnstream.errors import InvalidConfigError
 from turnstream.store.client.connection import connect
 from turnstream_server.launch.stack import Service, Stack
 from turnstream_server.ledger.core.stores import open_store
-from turnstream_server.operations.bases import served_bases
+from turnstream_server.operations.bases import read_bases
 from turnstream_server.settings import Settings, mask_password
 
 API_KEY: Final = "tml-local"
@@ -140,7 +140,7 @@ def _wait_until_served(
 ) -> None:
     with connect(store_url) as client:
         for _ in stack.watch(timeout_s=_READY_S, every_s=0.2):
-            if len(served_bases(client)) >= num_bases:
+            if len(read_bases(client)) >= num_bases:
                 return
             for service in (engine, sampler):
                 if service.status is not None:

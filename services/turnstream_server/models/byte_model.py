@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from turnstream_server.models.folders import new_folder
 from turnstream_server.models.policy import load_policy
@@ -44,17 +45,9 @@ def byte_model_spec(*, hidden_size: int = 64, num_layers: int = 2, seed: int = 0
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Return the tokenizer of the bytes and the special tokens."""
-    characters = _characters_of_bytes()
-    vocabulary = {character: byte for byte, character in enumerate(characters)}
+    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(each, special=True) for each in SPECIAL_TOKENS])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL_TOKENS[0])
-
-
-def _characters_of_bytes() -> list[str]:
-    """Return the character that stands for each byte: printable Latin-1 for itself."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(_NUM_BYTES, 2 * _NUM_BYTES))
-    return [chr(byte if byte in printable else next(others)) for byte in range(_NUM_BYTES)]

@@ -7,11 +7,9 @@ registered.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import redis
-import redis.asyncio
 
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import run_command
@@ -48,32 +46,18 @@ def register_base(client: redis.Redis, base: BaseModel) -> None:
     run_command(client, essential_write("HSET", BASES, base.name, value))
 
 
-def served_bases(client: redis.Redis) -> dict[str, BaseModel]:
-    """Return the served base models, each at its name, in order of the names."""
-    with translating():
-        seconds, _ = cast("tuple[int, int]", client.time())
-        stored = cast("dict[bytes, bytes]", client.hgetall(BASES))
-    return _served(stored, now_s=seconds)
-
-
-async def read_bases(
-    client: redis.asyncio.Redis, *, is_served: bool = True
-) -> dict[str, BaseModel]:
+def read_bases(client: redis.Redis, *, is_served: bool = True) -> dict[str, BaseModel]:
     """Return the base models, each at its name, in order of the names.
 
     Without `is_served`, those whose workers are away are returned too.
     """
     with translating():
-        seconds, _ = cast("tuple[int, int]", await client.time())
-        stored: Mapping[bytes, bytes] = await cast(Any, client.hgetall(BASES))
-    return _served(stored, now_s=seconds if is_served else -1)
-
-
-def _served(stored: Mapping[bytes, bytes], *, now_s: int) -> dict[str, BaseModel]:
+        seconds, _ = cast("tuple[int, int]", client.time())
+        stored = cast("dict[bytes, bytes]", client.hgetall(BASES))
     found: dict[str, BaseModel] = {}
     for name in sorted(stored):
         fields = json.loads(stored[name])
-        if fields.pop("until_s") > now_s:
+        if fields.pop("until_s") > seconds or not is_served:
             base = BaseModel(**fields)
             found[base.name] = base
     return found

@@ -13,11 +13,10 @@ from pathlib import PurePosixPath
 from typing import Any, Final, NamedTuple, cast
 
 import redis
-import redis.asyncio
 
 from turnstream.errors import RunNotFoundError
 from turnstream.store.client.replies import translating
-from turnstream.store.client.scripts import Command, Script, run_command, run_command_async
+from turnstream.store.client.scripts import Command, Script, run_command
 from turnstream.types.names import file_name
 from turnstream_server.operations.checkpoint_paths import CheckpointPath
 from turnstream_server.operations.keys import EXPIRIES, model_keys, owner_keys
@@ -75,28 +74,20 @@ def session_folder(model_id: str, number: int) -> PurePosixPath:
 
 
 def write_checkpoint(client: redis.Redis, owner: str, saved: SavedCheckpoint) -> None:
-    """Write the record of a checkpoint whose folder is on disk; it replaces an older one."""
+    """Write the record of a checkpoint whose folder is on disk, or replace an older record."""
     for command in _writes(owner, saved):
         run_command(client, command)
 
 
-async def change_checkpoint(
-    client: redis.asyncio.Redis, owner: str, saved: SavedCheckpoint
-) -> None:
-    """Replace the record of a checkpoint, with another expiry or mark."""
-    for command in _writes(owner, saved):
-        await run_command_async(client, command)
-
-
-async def delete_checkpoint(client: redis.asyncio.Redis, owner: str, path: CheckpointPath) -> None:
+def delete_checkpoint(client: redis.Redis, owner: str, path: CheckpointPath) -> None:
     """Delete a checkpoint; its folder is removed later. RunNotFoundError if there is none."""
-    await read_checkpoint_async(client, owner, path)
+    read_checkpoint(client, owner, path)
     due = essential_write("ZADD", EXPIRIES, 0, f"{owner} {path}")
-    await run_command_async(client, due)
+    run_command(client, due)
     with translating():
-        await cast(Any, client.hdel(owner_keys(owner).checkpoints, str(path)))
+        client.hdel(owner_keys(owner).checkpoints, str(path))
     # Again: a worker that still saw the record has postponed the removal of the folder.
-    await run_command_async(client, due)
+    run_command(client, due)
 
 
 def read_checkpoint(client: redis.Redis, owner: str, path: CheckpointPath) -> SavedCheckpoint:
@@ -104,17 +95,9 @@ def read_checkpoint(client: redis.Redis, owner: str, path: CheckpointPath) -> Sa
     with translating():
         now_ms = _now_ms(cast("tuple[int, int]", client.time()))
         stored = cast("bytes | None", client.hget(owner_keys(owner).checkpoints, str(path)))
-    return _found(path, stored, now_ms=now_ms)
-
-
-async def read_checkpoint_async(
-    client: redis.asyncio.Redis, owner: str, path: CheckpointPath
-) -> SavedCheckpoint:
-    """Return the record of a checkpoint; RunNotFoundError if this owner has none."""
-    with translating():
-        now_ms = _now_ms(cast("tuple[int, int]", await client.time()))
-        stored = await cast(Any, client.hget(owner_keys(owner).checkpoints, str(path)))
-    return _found(path, stored, now_ms=now_ms)
+    if stored is not None and not _is_expired(saved := _decode(stored), now_ms):
+        return saved
+    raise RunNotFoundError(f"there is no checkpoint {str(path)!r} of this key")
 
 
 def read_shared(client: redis.Redis, owner: str, path: CheckpointPath) -> SavedCheckpoint:
@@ -130,30 +113,13 @@ def read_shared(client: redis.Redis, owner: str, path: CheckpointPath) -> SavedC
         return saved
 
 
-async def read_shared_async(
-    client: redis.asyncio.Redis, owner: str, path: CheckpointPath
-) -> SavedCheckpoint:
-    """Return a checkpoint of an owner, or a published one; RunNotFoundError if there is none."""
-    try:
-        return await read_checkpoint_async(client, owner, path)
-    except RunNotFoundError:
-        with translating():
-            other = await cast(Any, client.hget(model_keys(path.model_id).model, "owner"))
-        if other is None:
-            raise
-        saved = await read_checkpoint_async(client, json.loads(other), path)
-        if not saved.public:
-            raise
-        return saved
-
-
-async def checkpoints_of(
-    client: redis.asyncio.Redis, owner: str, *, model_id: str | None = None
+def checkpoints_of(
+    client: redis.Redis, owner: str, *, model_id: str | None = None
 ) -> list[SavedCheckpoint]:
     """Return the checkpoints of an owner, or of one model, the oldest first."""
     with translating():
-        now_ms = _now_ms(cast("tuple[int, int]", await client.time()))
-        stored = await cast(Any, client.hgetall(owner_keys(owner).checkpoints))
+        now_ms = _now_ms(cast("tuple[int, int]", client.time()))
+        stored = cast("dict[bytes, bytes]", client.hgetall(owner_keys(owner).checkpoints))
     every = [_decode(each) for each in stored.values()]
     own = [
         each
@@ -218,14 +184,6 @@ def _field(saved: SavedCheckpoint) -> tuple[str, str]:
 def _decode(stored: bytes) -> SavedCheckpoint:
     values = json.loads(stored)
     return SavedCheckpoint(**{**values, "path": CheckpointPath.parse(values["path"])})
-
-
-def _found(path: CheckpointPath, stored: bytes | None, *, now_ms: int) -> SavedCheckpoint:
-    if stored is not None:
-        saved = _decode(stored)
-        if not _is_expired(saved, now_ms):
-            return saved
-    raise RunNotFoundError(f"there is no checkpoint {str(path)!r} of this key")
 
 
 def _is_expired(saved: SavedCheckpoint, now_ms: int) -> bool:

@@ -178,7 +178,7 @@ def test_deleted_checkpoint_is_removed_and_its_name_is_free(
     model = model_host.make(save("a"))
     model_host.run(model)
     folder = model_host.root / folder_of(model.path("a"))
-    run_async(model_host, lambda client: delete_checkpoint(client, OWNER, model.path("a")))
+    delete_checkpoint(client, OWNER, model.path("a"))
 
     remove_due(client, model_host.root, is_held=lambda _: False)
     kept_for_its_worker = folder.is_dir()

@@ -13,14 +13,12 @@ from turnstream_server.operations import checkpoints
 from turnstream_server.operations.checkpoint_paths import CheckpointPath
 from turnstream_server.operations.checkpoints import (
     SavedCheckpoint,
-    change_checkpoint,
     checkpoints_of,
     delete_checkpoint,
     due_folders,
     folder_of,
     folder_removed,
     read_checkpoint,
-    read_checkpoint_async,
     read_shared,
     write_checkpoint,
 )
@@ -65,9 +63,9 @@ def test_checkpoint_is_read_back_by_its_owner_alone(logs: CommandLogs, owner: st
         write_checkpoint(logs.client, owner, each)
 
     assert read_checkpoint(logs.client, owner, one.path) == one
-    assert logs.do(lambda client: read_checkpoint_async(client, owner, two.path)) == two
-    assert logs.do(lambda client: checkpoints_of(client, owner)) == [two, one]
-    assert logs.do(lambda client: checkpoints_of(client, owner, model_id="S:train:1")) == []
+    assert read_checkpoint(logs.client, owner, two.path) == two
+    assert checkpoints_of(logs.client, owner) == [two, one]
+    assert checkpoints_of(logs.client, owner, model_id="S:train:1") == []
     with pytest.raises(RunNotFoundError, match="no checkpoint 'tinker://S:train:0/weights/a'"):
         read_checkpoint(logs.client, "other", one.path)
     assert due_folders(logs.client) == []
@@ -80,7 +78,7 @@ def test_published_checkpoint_is_read_by_other_owners(logs: CommandLogs) -> None
 
     with pytest.raises(RunNotFoundError):
         read_shared(logs.client, "another", path)
-    logs.do(lambda client: change_checkpoint(client, OWNER, saved._replace(public=True)))
+    write_checkpoint(logs.client, OWNER, saved._replace(public=True))
 
     assert read_shared(logs.client, "another", path).public
     assert read_shared(logs.client, OWNER, path).public
@@ -94,7 +92,7 @@ def test_expired_checkpoint_is_hidden_and_its_folder_is_due(logs: CommandLogs, o
     write_checkpoint(logs.client, owner, saved)
     assert due_folders(logs.client) == []
 
-    wait_until(lambda: not logs.do(lambda client: checkpoints_of(client, owner)))
+    wait_until(lambda: not checkpoints_of(logs.client, owner))
 
     with pytest.raises(RunNotFoundError):
         read_checkpoint(logs.client, owner, saved.path)
@@ -111,13 +109,13 @@ def test_changed_expiry_replaces_the_old_one(logs: CommandLogs, owner: str) -> N
     write_checkpoint(logs.client, owner, saved)
     later = saved._replace(expires_ms=_now_ms(logs) + 3_600_000, public=True)
 
-    logs.do(lambda client: change_checkpoint(client, owner, later))
+    write_checkpoint(logs.client, owner, later)
     wait_until(lambda: _now_ms(logs) > (saved.expires_ms or 0))
 
     assert due_folders(logs.client) == []
     assert read_checkpoint(logs.client, owner, saved.path) == later
     kept = later._replace(expires_ms=None)
-    logs.do(lambda client: change_checkpoint(client, owner, kept))
+    write_checkpoint(logs.client, owner, kept)
     assert logs.client.zcard(EXPIRIES) == 0
     assert read_checkpoint(logs.client, owner, saved.path) == kept
 
@@ -128,9 +126,9 @@ def test_checkpoint_saved_again_while_its_deletion_is_due_stays(
 ) -> None:
     saved = _saved(logs)
     write_checkpoint(logs.client, owner, saved)
-    logs.do(lambda client: delete_checkpoint(client, owner, saved.path))
+    delete_checkpoint(logs.client, owner, saved.path)
     with pytest.raises(RunNotFoundError):
-        logs.do(lambda client: delete_checkpoint(client, owner, saved.path))
+        delete_checkpoint(logs.client, owner, saved.path)
     assert [folder for _, folder in due_folders(logs.client)] == [folder_of(saved.path)]
 
     expires_ms = None if expires_in_ms is None else _now_ms(logs) + expires_in_ms

@@ -17,7 +17,7 @@ from turnstream_server.gateway.descriptions import timestamp
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.gateway.tinker_caller import Authenticated
 from turnstream_server.operations.checkpoint_paths import CheckpointPath
-from turnstream_server.operations.checkpoints import folder_of, read_checkpoint_async
+from turnstream_server.operations.checkpoints import folder_of, read_checkpoint
 from turnstream_server.operations.downloads import Download, new_download, read_download
 
 router = APIRouter()
@@ -32,7 +32,7 @@ async def external_weights_urls(
 ) -> Response:
     """Return a link for each file of exported weights, for an hour."""
     path = CheckpointPath.parse(f"tinker://{model_id}/external_weights/{name}")
-    await read_checkpoint_async(caller.client, caller.owner, path)
+    await caller.checkpoint(path)
     files = await asyncio.to_thread(_files, _folder(caller.gateway, path))
     expires_ms = round((time.time() + _LINK_S) * 1000)
     download = Download(caller.owner, path)
@@ -46,7 +46,7 @@ async def download(token: str, name: str, request: Request) -> Response:
     """Return a file of exported weights, in parts."""
     gateway: Gateway = request.app.state.gateway
     owner, path = await read_download(gateway.client, token)
-    await read_checkpoint_async(gateway.client, owner, path)
+    await gateway.threads.run(lambda client: read_checkpoint(client, owner, path))
     files = await asyncio.to_thread(_files, _folder(gateway, path))
     if name not in files:
         raise HTTPException(404, f"{path} has no file {name!r}, only {', '.join(files)}")

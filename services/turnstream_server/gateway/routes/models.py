@@ -17,7 +17,6 @@ from turnstream_server.gateway.tinker.json_parts import Int64, Part, Settings, r
 from turnstream_server.gateway.tinker_caller import Authenticated, TinkerCaller
 from turnstream_server.operations.bases import BaseModel
 from turnstream_server.operations.checkpoint_paths import CheckpointPath
-from turnstream_server.operations.checkpoints import read_shared_async
 from turnstream_server.operations.contents import CreateModel
 from turnstream_server.operations.models import ModelRecord, create_model
 from turnstream_server.operations.sessions import add_member
@@ -122,7 +121,7 @@ async def _create_from_checkpoint(caller: TinkerCaller, sent: _FromCheckpoint) -
     path = CheckpointPath.parse(sent.path)
     if path.kind != "weights":
         raise BatchingError(f"path is {sent.path!r}: training needs a checkpoint of save_weights")
-    saved = await read_shared_async(caller.client, caller.owner, path)
+    saved = await caller.shared_checkpoint(path)
     if sent.base_model not in (None, saved.base_model):
         expected = f"that of checkpoint {sent.path!r} is {saved.base_model!r}"
         raise BatchingError(f"base_model is {sent.base_model!r}, {expected}")

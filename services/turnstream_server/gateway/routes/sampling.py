@@ -18,7 +18,7 @@ from turnstream_server.gateway.tinker.sample_calls import SampleCall, Sampling, 
 from turnstream_server.gateway.tinker_caller import Authenticated, TinkerCaller
 from turnstream_server.operations.bases import BaseModel
 from turnstream_server.operations.checkpoint_paths import CheckpointPath
-from turnstream_server.operations.checkpoints import folder_of, read_shared_async
+from turnstream_server.operations.checkpoints import folder_of
 from turnstream_server.operations.request_ids import RequestId
 from turnstream_server.operations.results import Failure, value_or_failure
 from turnstream_server.operations.samplers import (
@@ -103,7 +103,7 @@ async def _record(caller: TinkerCaller, sent: _NewSampler) -> SamplerRecord:
     path = CheckpointPath.parse(sent.model_path)
     if path.kind == "external_weights":
         raise BatchingError(f"model_path is {sent.model_path!r}: external weights are not served")
-    saved = await read_shared_async(caller.client, caller.owner, path)
+    saved = await caller.shared_checkpoint(path)
     return SamplerRecord(
         sampler_id,
         saved.base_model,

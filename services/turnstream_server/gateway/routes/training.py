@@ -25,7 +25,6 @@ from turnstream_server.gateway.tinker.encodings import JSON, media_type_of
 from turnstream_server.gateway.tinker.model_calls import read_model_call
 from turnstream_server.gateway.tinker.training_calls import read_training_call
 from turnstream_server.gateway.tinker_caller import Authenticated, TinkerCaller
-from turnstream_server.operations.checkpoints import read_shared_async
 from turnstream_server.operations.contents import (
     Content,
     ForwardBackwardRun,
@@ -141,7 +140,7 @@ async def _refusal(caller: TinkerCaller, model: ModelRecord, content: Content) -
         return None
     path = content.path
     try:
-        saved = await read_shared_async(caller.client, caller.owner, path)
+        saved = await caller.shared_checkpoint(path)
     except RunNotFoundError as error:
         return Failure(str(error), "user")
     for name in ("base_model", "lora_rank"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, HTTPException
 from fastapi.responses import Response
@@ -22,14 +22,7 @@ from turnstream_server.gateway.descriptions import (
 from turnstream_server.gateway.tinker.json_parts import Part, read_fields
 from turnstream_server.gateway.tinker_caller import Authenticated, TinkerCaller
 from turnstream_server.operations.checkpoint_paths import CheckpointPath
-from turnstream_server.operations.checkpoints import (
-    SavedCheckpoint,
-    change_checkpoint,
-    checkpoints_of,
-    delete_checkpoint,
-    read_checkpoint_async,
-    read_shared_async,
-)
+from turnstream_server.operations.checkpoints import delete_checkpoint, write_checkpoint
 from turnstream_server.operations.models import models_of_owner, read_model_async
 
 router = APIRouter()
@@ -52,7 +45,7 @@ async def list_runs(caller: Authenticated, limit: Limit = 20, offset: Offset = 0
     """Return a page of the caller's models, the newest first."""
     client, owner = caller.client, caller.owner
     models, total = await models_of_owner(client, owner, offset=offset, limit=limit)
-    saved = await checkpoints_of(client, owner)
+    saved = await caller.checkpoints()
     runs = [describe_model(each, saved) for each in models]
     place = cursor(offset=offset, limit=limit, total=total)
     return json_response({"training_runs": runs, "cursor": place})
@@ -63,7 +56,7 @@ async def describe_run(model_id: str, caller: Authenticated) -> Response:
     """Return a model."""
     await caller.model(model_id)
     model = await read_model_async(caller.client, model_id)
-    saved = await checkpoints_of(caller.client, caller.owner, model_id=model_id)
+    saved = await caller.checkpoints(model_id)
     return json_response(describe_model(model, saved))
 
 
@@ -71,7 +64,7 @@ async def describe_run(model_id: str, caller: Authenticated) -> Response:
 async def list_checkpoints_of_run(model_id: str, caller: Authenticated) -> Response:
     """Return the checkpoints of a model, the newest first."""
     await caller.model(model_id)
-    saved = await checkpoints_of(caller.client, caller.owner, model_id=model_id)
+    saved = await caller.checkpoints(model_id)
     return json_response({"checkpoints": [describe_checkpoint(each) for each in reversed(saved)]})
 
 
@@ -80,7 +73,7 @@ async def list_checkpoints(
     caller: Authenticated, limit: Limit = 100, offset: Offset = 0
 ) -> Response:
     """Return a page of the caller's checkpoints, the newest first."""
-    saved = await checkpoints_of(caller.client, caller.owner)
+    saved = await caller.checkpoints()
     page = saved[::-1][offset : offset + limit]
     place = cursor(offset=offset, limit=limit, total=len(saved))
     shown = [describe_checkpoint(each) for each in page]
@@ -91,7 +84,8 @@ async def list_checkpoints(
 async def delete(model_id: str, kind: str, name: str, caller: Authenticated) -> Response:
     """Delete a checkpoint."""
     path = _path(model_id, kind, name)
-    await delete_checkpoint(caller.client, caller.owner, path)
+    threads = caller.gateway.threads
+    await threads.run(lambda client: delete_checkpoint(client, caller.owner, path))
     return Response(status_code=204)
 
 
@@ -101,25 +95,22 @@ async def set_ttl(
 ) -> Response:
     """Set the seconds until a checkpoint is deleted; null keeps it."""
     ttl_s = read_fields(body, _Expiry).ttl_seconds
-    saved = await _saved(caller, _path(model_id, kind, name))
     expires_ms = None if ttl_s is None else round((time.time() + ttl_s) * 1000)
-    await change_checkpoint(caller.client, caller.owner, saved._replace(expires_ms=expires_ms))
+    await _change(caller, _path(model_id, kind, name), expires_ms=expires_ms)
     return json_response({"expires_at": None if expires_ms is None else timestamp(expires_ms)})
 
 
 @router.post(f"{_CHECKPOINT}/publish")
 async def publish(model_id: str, kind: str, name: str, caller: Authenticated) -> Response:
     """Let all keys load a checkpoint, and sample from it."""
-    saved = await _saved(caller, _path(model_id, kind, name))
-    await change_checkpoint(caller.client, caller.owner, saved._replace(public=True))
+    await _change(caller, _path(model_id, kind, name), public=True)
     return json_response({})
 
 
 @router.delete(f"{_CHECKPOINT}/publish")
 async def unpublish(model_id: str, kind: str, name: str, caller: Authenticated) -> Response:
     """Undo `publish`; weights that were loaded stay loaded."""
-    saved = await _saved(caller, _path(model_id, kind, name))
-    await change_checkpoint(caller.client, caller.owner, saved._replace(public=False))
+    await _change(caller, _path(model_id, kind, name), public=False)
     return json_response({})
 
 
@@ -127,7 +118,7 @@ async def unpublish(model_id: str, kind: str, name: str, caller: Authenticated) 
 async def weights_info(body: Body, caller: Authenticated) -> Response:
     """Return the settings of the model that saved a checkpoint."""
     path = CheckpointPath.parse(read_fields(body, _Path).tinker_path)
-    saved = await read_shared_async(caller.client, caller.owner, path)
+    saved = await caller.shared_checkpoint(path)
     return json_response(
         {
             "base_model": saved.base_model,
@@ -147,5 +138,7 @@ def _path(model_id: str, kind: str, name: str) -> CheckpointPath:
         raise HTTPException(404, str(error)) from error
 
 
-async def _saved(caller: TinkerCaller, path: CheckpointPath) -> SavedCheckpoint:
-    return await read_checkpoint_async(caller.client, caller.owner, path)
+async def _change(caller: TinkerCaller, path: CheckpointPath, **changes: Any) -> None:
+    saved = (await caller.checkpoint(path))._replace(**changes)
+    threads = caller.gateway.threads
+    await threads.run(lambda client: write_checkpoint(client, caller.owner, saved))
