@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -57,6 +58,14 @@ async def repeat(work: Callable[[], Awaitable[object]], *, what: str) -> None:
             await asyncio.sleep(failures.pause_s(error))
         else:
             failures.clear()
+
+
+def stop_signals() -> threading.Event:
+    """Return an event that SIGTERM and SIGINT set from now on."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
 
 
 def repeat_until(stop: threading.Event, work: Callable[[], object], *, what: str) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, get_args
 import typer
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.models.spec import parse_base
+from turnstream_server.models.spec import parse_bases
 from turnstream_server.options import BaseModels, ProcessName, Redis, SharedFolder, Threads
 from turnstream_server.trainer.settings import Dtype, Layout, require_one_of
 
@@ -90,11 +90,4 @@ class EngineOptions:
                 raise InvalidConfigError(name, f"{getattr(self, name)} is below 1")
         if not self.gap_s >= 0:
             raise InvalidConfigError("gap_s", f"{self.gap_s} is below 0")
-        names = [name for name, _ in self.bases]
-        if not names or len({*names}) < len(names):
-            raise InvalidConfigError("--base-model", f"{names}: one or more names are needed, once")
-
-    @property
-    def bases(self) -> list[tuple[str, Path]]:
-        """Names and folders of the base models, in their order."""
-        return [parse_base(text) for text in self.base_model]
+        parse_bases(self.base_model)

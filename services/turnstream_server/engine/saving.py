@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final
 
 import redis
 
 from turnstream.errors import BatchingError, RunNotFoundError
-from turnstream.store.client.replies import translating
 from turnstream_server.engine.host import Host, Lockstep
 from turnstream_server.failpoints import failpoint
 from turnstream_server.operations.checkpoint_paths import CheckpointKind, CheckpointPath
@@ -27,6 +26,7 @@ from turnstream_server.operations.models import ModelRecord
 from turnstream_server.operations.request_ids import RequestId
 from turnstream_server.operations.results import Answer
 from turnstream_server.operations.samplers import SamplerRecord, write_sampler
+from turnstream_server.operations.writes import server_ms
 
 _MODEL_FIELDS = ("base_model", "lora_rank", "train_attn", "train_mlp", "train_unembed")
 _ANSWERS: Final = {
@@ -100,7 +100,7 @@ class Saver:
             is_whole = kind == "weights"
             sizes = self.call(Host.save, record.model_id, folder, optimizer=is_whole, files={})
         failpoint("engine.after_save")
-        now_ms, ttl_s = self._now_ms(), content.ttl_seconds
+        now_ms, ttl_s = server_ms(self.client), content.ttl_seconds
         saved = SavedCheckpoint(
             path=path,
             request_id=request_id,
@@ -133,8 +133,3 @@ class Saver:
             return read_checkpoint(self.client, owner, path).request_id
         except RunNotFoundError:
             return ""
-
-    def _now_ms(self) -> int:
-        with translating():
-            seconds, microseconds = cast("tuple[int, int]", cast(Any, self.client.time()))
-        return seconds * 1000 + microseconds // 1000

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 from collections.abc import Callable
-from types import FrameType
 from typing import Final, cast
 
 import torch
@@ -23,6 +21,8 @@ from turnstream_server.engine.loop import EngineLoop
 from turnstream_server.engine.metrics import EngineMetrics
 from turnstream_server.engine.options import EngineOptions
 from turnstream_server.engine.run_streams import OpenStream
+from turnstream_server.loops import stop_signals
+from turnstream_server.models.spec import parse_bases
 from turnstream_server.operations.bases import BaseModel
 from turnstream_server.operations.log import Run
 from turnstream_server.telemetry.instruments import collected
@@ -85,7 +85,7 @@ def run_engine(
     The process is one of the ranks that torchrun starts; without torchrun it is the only one. The
     running forward pass, or other operation, is finished. All models keep their state.
     """
-    is_stopping = _stop_signals()
+    stop = stop_signals()
     if options.num_threads:
         torch.set_num_threads(options.num_threads)
     target = options.batcher_target or registered_batchers(options.redis_url)
@@ -101,7 +101,7 @@ def run_engine(
         if readiness is not None:
             readiness.reached("base_models")
         if ranks.is_first:
-            _lead(options, bases, call, is_stopping=is_stopping)
+            _lead(options, bases, call, is_stopping=stop.is_set)
         else:
             call.follow()  # signals are for the first rank
         host.close()
@@ -140,9 +140,8 @@ def _load_bases(options: EngineOptions, ranks: Ranks) -> list[HostedBase]:
         full=options.full,
         gradient_checkpointing=options.gradient_checkpointing,
     )
-    return [
-        HostedBase(name, folder, settings=settings, ranks=ranks) for name, folder in options.bases
-    ]
+    bases = parse_bases(options.base_model).items()
+    return [HostedBase(name, folder, settings=settings, ranks=ranks) for name, folder in bases]
 
 
 def _served(base: HostedBase, options: EngineOptions) -> BaseModel:
@@ -160,17 +159,6 @@ def _tokenizer_id(name: str, options: EngineOptions) -> str:
 
     Clients find that of a name such as `org/model` by themselves: then it is "".
     """
-    folder = options.tokenizer or dict(options.bases)[name]
+    folder = options.tokenizer or parse_bases(options.base_model)[name]
     is_local = options.tokenizer is not None or "/" not in name
     return str(folder.resolve()) if is_local and (folder / "tokenizer.json").is_file() else ""
-
-
-def _stop_signals() -> Callable[[], bool]:
-    received: list[int] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, note)
-    return lambda: bool(received)

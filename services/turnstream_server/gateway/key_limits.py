@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import math
 import time
 from typing import Final
 
@@ -84,7 +83,7 @@ class LimitedApp:
             owner = LOCAL_KEY._replace(key_id=_owner_of(scope), limits=_REFUSALS)
             if self._wait_s(self._refusals, owner):
                 await asyncio.sleep(_SLOW_S)
-            await _too_many(scope, error)(scope, receive, send)
+            await _answer_to(scope, error)(scope, receive, send)
 
     async def _identify(self, scope: Scope, headers: Headers) -> RejectedError | None:
         """Note the key of a request in its scope; return why the key is not looked up.
@@ -117,7 +116,7 @@ class LimitedApp:
         if declared > limit:
             refusal = _refused(scope, 413, too_large_text(limit))
             if not isinstance(found, ApiKey):
-                refusal = _not_known(scope, found)
+                refusal = _answer_to(scope, found)
             await refusal(scope, receive, send)
             return None
         is_chunked, owner = "transfer-encoding" in headers, _owner_of(scope)
@@ -226,23 +225,19 @@ async def _not_read(scope: Scope, body: RequestBody) -> Response | None:
     return None
 
 
-def _not_known(scope: Scope, error: TurnstreamError) -> Response:
-    """Return the answer to a large body whose key is not accepted, or cannot be looked up now."""
-    problem = problem_of(error)
-    if _is_rest(scope):
-        return response(problem)
-    return json_response({"detail": problem.detail}, status=problem.status)
-
-
 def _too_many_present(owner: str, *, limit: int) -> RejectedError:
     return RejectedError(f"{owner!r} has {limit} requests in progress, the limit", _SLOW_S)
 
 
-def _too_many(scope: Scope, error: RejectedError) -> Response:
+def _answer_to(scope: Scope, error: TurnstreamError) -> Response:
+    """Return the answer to an error, in the form of the API of the request."""
+    problem = problem_of(error)
+    answer = response(problem)
     if _is_rest(scope):
-        return response(problem_of(error))
-    refusal = json_response({"detail": error.message}, status=429)
-    refusal.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 0)))
+        return answer
+    refusal = json_response({"detail": problem.detail}, status=problem.status)
+    if problem.retry_after_s is not None:
+        refusal.headers["Retry-After"] = answer.headers["Retry-After"]
     return refusal
 
 

@@ -11,7 +11,7 @@ from fastapi import Depends, HTTPException, Request
 from turnstream.errors import AccessDeniedError, RunNotFoundError, UnknownKeyError
 from turnstream_server.gateway.state import Gateway, keep
 from turnstream_server.keys.checks import key_of, secret_of
-from turnstream_server.keys.records import PREFIX, ApiKey
+from turnstream_server.keys.records import PREFIX, ApiKey, Role
 from turnstream_server.operations.checkpoint_paths import CheckpointPath
 from turnstream_server.operations.checkpoints import (
     SavedCheckpoint,
@@ -107,13 +107,19 @@ async def authenticate(request: Request) -> TinkerCaller:
     secret = secret_of(request.headers)
     if not secret.startswith(PREFIX):
         raise HTTPException(401, f"the header X-API-Key has no key that begins with {PREFIX}")
+    key = require_role(request, "train")
+    return TinkerCaller(owner=key.owner, gateway=gateway, key=key)
+
+
+def require_role(request: Request, role: Role) -> ApiKey:
+    """Return the key of a request; 401 without an accepted key, 403 without the role."""
     try:
         key = key_of(request.scope)
-        key.require("train")
+        key.require(role)
     except AccessDeniedError as error:
         status = 401 if isinstance(error, UnknownKeyError) else 403
         raise HTTPException(status, str(error)) from error
-    return TinkerCaller(owner=key.owner, gateway=gateway, key=key)
+    return key
 
 
 Authenticated = Annotated[TinkerCaller, Depends(authenticate)]

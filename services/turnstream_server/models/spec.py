@@ -6,6 +6,7 @@ Without torch, so that the process that starts a job does not load it.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -102,6 +103,19 @@ def parse_base(text: str) -> tuple[str, Path]:
         message = f"{text!r} is not NAME=PATH or PATH, such as tiny/byte=/models/byte"
         raise InvalidConfigError("--base-model", message)
     return name, Path(path)
+
+
+def parse_bases(texts: Sequence[str]) -> dict[str, Path]:
+    """Return the folder of each base model by its name, in this order.
+
+    Raises:
+        InvalidConfigError: there is none, or two have one name.
+    """
+    bases = dict(map(parse_base, texts))
+    if not bases or len(bases) < len(texts):
+        names = [parse_base(each)[0] for each in texts]
+        raise InvalidConfigError("--base-model", f"{names}: one or more names are needed, once")
+    return bases
 
 
 PolicySource = Path | SmallModelSpec

@@ -14,7 +14,7 @@ import redis
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import run_command
 from turnstream_server.operations.keys import BASES
-from turnstream_server.operations.writes import essential_write
+from turnstream_server.operations.writes import essential_write, server_ms
 
 LEASE_S: Final = 30.0
 """Seconds after which a base model without renewal is not served any more."""
@@ -40,9 +40,7 @@ class BaseModel(NamedTuple):
 
 def register_base(client: redis.Redis, base: BaseModel) -> None:
     """Register a base model, or renew it, for LEASE_S from now on."""
-    with translating():
-        seconds, _ = cast("tuple[int, int]", client.time())
-    value = json.dumps({**base._asdict(), "until_s": seconds + LEASE_S})
+    value = json.dumps({**base._asdict(), "until_s": server_ms(client) / 1000 + LEASE_S})
     run_command(client, essential_write("HSET", BASES, base.name, value))
 
 
@@ -51,13 +49,13 @@ def read_bases(client: redis.Redis, *, is_served: bool = True) -> dict[str, Base
 
     Without `is_served`, those whose workers are away are returned too.
     """
+    now_s = server_ms(client) / 1000
     with translating():
-        seconds, _ = cast("tuple[int, int]", client.time())
         stored = cast("dict[bytes, bytes]", client.hgetall(BASES))
     found: dict[str, BaseModel] = {}
     for name in sorted(stored):
         fields = json.loads(stored[name])
-        if fields.pop("until_s") > seconds or not is_served:
+        if fields.pop("until_s") > now_s or not is_served:
             base = BaseModel(**fields)
             found[base.name] = base
     return found

@@ -20,7 +20,7 @@ from turnstream.store.client.scripts import Command, Script, run_command
 from turnstream.types.names import file_name
 from turnstream_server.operations.checkpoint_paths import CheckpointPath
 from turnstream_server.operations.keys import EXPIRIES, model_keys, owner_keys
-from turnstream_server.operations.writes import essential_write
+from turnstream_server.operations.writes import essential_write, server_ms
 
 _DROP: Final = Script("drop_expired", "turnstream_server.operations")
 
@@ -92,8 +92,8 @@ def delete_checkpoint(client: redis.Redis, owner: str, path: CheckpointPath) -> 
 
 def read_checkpoint(client: redis.Redis, owner: str, path: CheckpointPath) -> SavedCheckpoint:
     """Return the record of a checkpoint; RunNotFoundError if this owner has none."""
+    now_ms = server_ms(client)
     with translating():
-        now_ms = _now_ms(cast("tuple[int, int]", client.time()))
         stored = cast("bytes | None", client.hget(owner_keys(owner).checkpoints, str(path)))
     if stored is not None and not _is_expired(saved := _decode(stored), now_ms):
         return saved
@@ -117,8 +117,8 @@ def checkpoints_of(
     client: redis.Redis, owner: str, *, model_id: str | None = None
 ) -> list[SavedCheckpoint]:
     """Return the checkpoints of an owner, or of one model, the oldest first."""
+    now_ms = server_ms(client)
     with translating():
-        now_ms = _now_ms(cast("tuple[int, int]", client.time()))
         stored = cast("dict[bytes, bytes]", client.hgetall(owner_keys(owner).checkpoints))
     every = [_decode(each) for each in stored.values()]
     own = [
@@ -134,8 +134,8 @@ def due_folders(client: redis.Redis) -> list[tuple[str, PurePosixPath]]:
 
     The records of expired checkpoints are deleted by this call.
     """
+    now_ms = server_ms(client)
     with translating():
-        now_ms = _now_ms(cast("tuple[int, int]", client.time()))
         entries = cast("list[bytes]", client.zrangebyscore(EXPIRIES, 0, now_ms))
     due: list[tuple[str, PurePosixPath]] = []
     for entry in entries:
@@ -193,7 +193,3 @@ def _is_expired(saved: SavedCheckpoint, now_ms: int) -> bool:
 def _parse_entry(entry: str) -> tuple[str, CheckpointPath]:
     owner, _, path = entry.partition(" ")
     return owner, CheckpointPath.parse(path)
-
-
-def _now_ms(time: tuple[int, int]) -> int:
-    return time[0] * 1000 + time[1] // 1000

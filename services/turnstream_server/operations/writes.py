@@ -1,4 +1,4 @@
-"""Single writes that the store accepts also when it is full.
+"""Single writes that the store accepts also when it is full, and its time.
 
 Without them a full store would stay full: results need to be announced before their commands are
 covered, and the sessions of living clients would be closed.
@@ -6,8 +6,11 @@ covered, and the sessions of living clients would be closed.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, cast
 
+import redis
+
+from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Argument, Command, Script
 
 _WRITE: Final = Script("essential_write", "turnstream_server.operations")
@@ -20,3 +23,10 @@ def essential_write(name: str, key: str, *words: Argument) -> Command:
     ('HSET', 'tiny', '{}')
     """
     return Command(_WRITE, (key,), (name, *words))
+
+
+def server_ms(client: redis.Redis) -> int:
+    """Return the time of the store in milliseconds."""
+    with translating():
+        seconds, microseconds = cast("tuple[int, int]", client.time())
+    return seconds * 1000 + microseconds // 1000

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import typer
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.models.spec import parse_base
+from turnstream_server.models.spec import parse_bases
 from turnstream_server.options import BaseModels, ProcessName, Redis, SharedFolder, Threads
 
 SERVER_KINDS: Final = ("vllm", "sglang")
@@ -75,9 +75,7 @@ class SamplerOptions:
     push_api_key: str = ""
 
     def __post_init__(self) -> None:
-        names = [parse_base(each)[0] for each in self.base_model]
-        if not names or len(set(names)) < len(names):
-            raise InvalidConfigError("--base-model", f"{names}: one or more names are needed, once")
+        names = parse_bases(self.base_model)
         if self.dtype not in _DTYPES:
             raise InvalidConfigError("--dtype", f"{self.dtype!r} is not {', '.join(_DTYPES)}")
         if self.forward and len(names) > 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from turnstream.store.client.connection import connect
-from turnstream_server.models.spec import parse_base
+from turnstream_server.loops import stop_signals
+from turnstream_server.models.spec import parse_bases
 from turnstream_server.sampling.config import SamplerOptions
 
 if TYPE_CHECKING:
@@ -30,10 +30,7 @@ _MAX_UNFINISHED: Final = 512
 
 def run_sampler(options: SamplerOptions, readiness: Readiness | None = None) -> None:
     """Sample until SIGTERM or SIGINT; then finish the running samples for some seconds."""
-    stop = threading.Event()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, lambda *_: stop.set())
-    sample_until(options, stop, readiness)
+    sample_until(options, stop_signals(), readiness)
 
 
 def sample_until(
@@ -43,7 +40,7 @@ def sample_until(
     from turnstream_server.operations.samplers import SampleQueue
     from turnstream_server.sampling.loop import SampleLoop
 
-    bases = dict(map(parse_base, options.base_model))
+    bases = parse_bases(options.base_model)
     with connect(options.redis_url) as client, ExitStack() as engines:
         loops = [
             SampleLoop(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from fastapi import APIRouter, HTTPException, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from turnstream.errors import AccessDeniedError, UnknownKeyError
 from turnstream_server.gateway.bodies import json_response
 from turnstream_server.gateway.state import Gateway
-from turnstream_server.keys.checks import key_of
+from turnstream_server.gateway.tinker_caller import require_role
 from turnstream_server.telemetry.instruments import REGISTRY
 
 router = APIRouter()
@@ -34,10 +33,6 @@ async def readyz(request: Request) -> Response:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Return the metrics of this process for Prometheus; the key needs the role `read`."""
-    try:
-        key_of(request.scope).require("read")
-    except AccessDeniedError as error:
-        status = 401 if isinstance(error, UnknownKeyError) else 403
-        raise HTTPException(status, str(error)) from error
+    require_role(request, "read")
     shown = await asyncio.to_thread(generate_latest, REGISTRY)
     return Response(shown, media_type=CONTENT_TYPE_LATEST)
