@@ -13,14 +13,16 @@ import redis.asyncio
 from turnstream.store.client.connection import connect, connect_async
 from turnstream_server.operations.contents import CreateModel, OperationKind
 from turnstream_server.operations.keys import model_keys
-from turnstream_server.operations.log import ModelLog, submit
+from turnstream_server.operations.log import ModelLog, Run, submit
 from turnstream_server.operations.models import ModelRecord, create_model
 from turnstream_server.operations.request_ids import RequestId
-from turnstream_server.operations.results import Failure, decode_result
+from turnstream_server.operations.results import Answer, Failure, decode_result
 from turnstream_server.operations.sessions import Session, add_member, open_session
 
 BASE: Final = "tiny/byte"
 OWNER: Final = "0123456789abcdef0123456789abcdef"
+
+DONE: Final = Answer({"done": True})
 
 _numbers = itertools.count(1)
 
@@ -96,3 +98,12 @@ class CommandLogs:
         """Return the numbers of the commands whose contents are stored."""
         names: Any = self.client.hkeys(model_keys(model_id).bodies)
         return {int(name) for name in names}
+
+
+def run_all(log: ModelLog) -> list[Run]:
+    """Finish all that waits; return what was run."""
+    ran: list[Run] = []
+    while isinstance(work := log.take(), Run):
+        log.finish(dict.fromkeys(work.numbers, DONE))
+        ran.append(work)
+    return ran

@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import redis.asyncio
+from fastapi.openapi.utils import get_openapi
 
 from testkit.gateway_thread import GatewayThread
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.gateway.app import make_app
+from turnstream_server.gateway.config import GatewayOptions
+from turnstream_server.gateway.polls import Polls
+from turnstream_server.gateway.state import Gateway
+
+
+def idle_gateway() -> Gateway:
+    """Return the state of a gateway that no request reaches."""
+    url = "redis://127.0.0.1:1"
+    client = redis.asyncio.Redis.from_url(url)
+    return Gateway(GatewayOptions(redis_url=url), client, Polls(client, client))
+
+
+def tinker_paths() -> dict[str, dict[str, Any]]:
+    """Return the paths of the Tinker API, each with its methods."""
+    return get_openapi(title="", version="", routes=make_app(idle_gateway()).routes)["paths"]
 
 
 @pytest.fixture

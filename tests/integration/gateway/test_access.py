@@ -8,23 +8,17 @@ from typing import Any
 
 import httpx2
 import pytest
-import redis.asyncio
-from fastapi.openapi.utils import get_openapi
 
 from testkit import config
 from testkit.canned_worker import CannedWorker
 from testkit.gateway_thread import GatewayThread
+from testkit.gateways import tinker_paths
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.gateway.app import make_app
-from turnstream_server.gateway.config import GatewayOptions
-from turnstream_server.gateway.state import Gateway
 from turnstream_server.keys.store import create_key
 
-_NONE: Any = None
-_UNUSED = Gateway(GatewayOptions(redis_url="redis://127.0.0.1:1"), redis.asyncio.Redis(), _NONE)
-_PATHS = get_openapi(title="", version="", routes=make_app(_UNUSED).routes)["paths"]
+_PATHS = tinker_paths()
 ROUTES = sorted((method, path) for path, methods in _PATHS.items() for method in methods)
 
 

@@ -14,24 +14,19 @@ from urllib.parse import quote
 
 import httpx2
 import pytest
-import redis.asyncio
-from fastapi.openapi.utils import get_openapi
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from testkit import wait_until
 from testkit.canned_worker import BASE, CannedWorker
 from testkit.gateway_thread import GatewayThread
+from testkit.gateways import tinker_paths
 from turnstream.wire import tinker_pb2 as wire
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.gateway.app import PREFIX, make_app
-from turnstream_server.gateway.config import GatewayOptions
-from turnstream_server.gateway.state import Gateway
+from turnstream_server.gateway.app import PREFIX
 from turnstream_server.gateway.tinker.encodings import PROTOBUF
 
-_NONE: Any = None
-_UNUSED = Gateway(GatewayOptions(redis_url="redis://127.0.0.1:1"), redis.asyncio.Redis(), _NONE)
-_PATHS = get_openapi(title="", version="", routes=make_app(_UNUSED).routes)["paths"]
+_PATHS = tinker_paths()
 ROUTES: Final = [(method, path) for path, methods in _PATHS.items() for method in methods]
 
 NUM_EXAMPLES: Final = settings().max_examples // 2

@@ -179,7 +179,8 @@ def test_runs_are_listed_in_pages(
     page = api.get("training_runs?limit=2&offset=1&access_scope=owned")
     wrong = [api.http.get(f"training_runs?{query}") for query in ("limit=-1", "offset=x")]
 
-    assert {each["training_run_id"] for each in page["training_runs"]} < set(models)
+    assert [each["training_run_id"] for each in page["training_runs"]] == models[1::-1]
+    assert api.get("training_runs?limit=0")["training_runs"] == []
     assert page["cursor"] == {"offset": 1, "limit": 2, "total_count": 3}
     assert [each.status_code for each in wrong] == [422, 422]
     assert wrong[0].json()["detail"].startswith("query.limit: ")

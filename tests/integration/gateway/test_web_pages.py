@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import httpx2
 import pytest
-import redis.asyncio
-from fastapi.openapi.utils import get_openapi
 
 from testkit.gateway_thread import GatewayThread
-from turnstream_server.gateway.app import make_app
-from turnstream_server.gateway.config import GatewayOptions
+from testkit.gateways import idle_gateway, tinker_paths
 from turnstream_server.gateway.rest.app import PREFIX, make_rest_app
-from turnstream_server.gateway.state import Gateway
 
 pytestmark = pytest.mark.redis
 
-_NONE: Any = None
 _FOREIGN: Final = "http://pages.example"
 
 
 def _routes() -> list[tuple[str, str]]:
     """Return method and path of every route, and of paths without a route."""
-    gateway = Gateway(GatewayOptions(redis_url="redis://127.0.0.1:1"), redis.asyncio.Redis(), _NONE)
-    tinker = get_openapi(title="", version="", routes=make_app(gateway).routes)["paths"]
-    rest = make_rest_app(gateway).openapi()["paths"]
-    found = [(method, path) for path, methods in tinker.items() for method in methods]
+    rest = make_rest_app(idle_gateway()).openapi()["paths"]
+    found = [(method, path) for path, methods in tinker_paths().items() for method in methods]
     found += [(method, PREFIX + path) for path, methods in rest.items() for method in methods]
     others = [("get", f"{PREFIX}/openapi.json"), ("post", "/none"), ("options", f"{PREFIX}/runs")]
     return [*found, *others]

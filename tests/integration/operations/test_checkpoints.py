@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from testkit import wait_until
-from testkit.command_logs import BASE, OWNER, CommandLogs
+from testkit.command_logs import BASE, CommandLogs
 from turnstream.errors import RunNotFoundError
 from turnstream_server.operations import checkpoints
 from turnstream_server.operations.checkpoint_paths import CheckpointPath
@@ -19,7 +19,6 @@ from turnstream_server.operations.checkpoints import (
     folder_of,
     folder_removed,
     read_checkpoint,
-    read_shared,
     write_checkpoint,
 )
 from turnstream_server.operations.keys import (
@@ -69,21 +68,6 @@ def test_checkpoint_is_read_back_by_its_owner_alone(logs: CommandLogs, owner: st
     with pytest.raises(RunNotFoundError, match="no checkpoint 'tinker://S:train:0/weights/a'"):
         read_checkpoint(logs.client, "other", one.path)
     assert due_folders(logs.client) == []
-
-
-def test_published_checkpoint_is_read_by_other_owners(logs: CommandLogs) -> None:
-    path = CheckpointPath(logs.new_model(), "weights", "a")
-    saved = _saved(logs, path=path)
-    write_checkpoint(logs.client, OWNER, saved)
-
-    with pytest.raises(RunNotFoundError):
-        read_shared(logs.client, "another", path)
-    write_checkpoint(logs.client, OWNER, saved._replace(public=True))
-
-    assert read_shared(logs.client, "another", path).public
-    assert read_shared(logs.client, OWNER, path).public
-    with pytest.raises(RunNotFoundError):
-        read_shared(logs.client, "another", path._replace(name="b"))
 
 
 @pytest.mark.both_servers

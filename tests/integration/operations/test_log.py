@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from testkit import wait_until
-from testkit.command_logs import CommandLogs
+from testkit.command_logs import DONE, CommandLogs, run_all
 from turnstream.errors import (
     BatchingError,
     EndOfRunError,
@@ -30,18 +30,7 @@ from turnstream_server.operations.log import (
     ModelLog,
     Run,
 )
-from turnstream_server.operations.results import Answer, Failure, encode_result
-
-DONE = Answer({"done": True})
-
-
-def _run_all(log: ModelLog) -> list[Run]:
-    """Finish all that waits; return what was run."""
-    ran: list[Run] = []
-    while isinstance(work := log.take(), Run):
-        log.finish(dict.fromkeys(work.numbers, DONE))
-        ran.append(work)
-    return ran
+from turnstream_server.operations.results import Failure, encode_result
 
 
 def test_log_of_another_worker_is_free_after_its_lease(logs: CommandLogs) -> None:
@@ -113,7 +102,7 @@ def test_model_that_does_not_exist_has_no_log(logs: CommandLogs) -> None:
 def test_missing_number_fails_those_that_wait_for_it_after_the_limit(logs: CommandLogs) -> None:
     model_id = logs.new_model()
     log = logs.acquire(model_id)
-    _run_all(log)
+    run_all(log)
     for number in (2, 4):
         logs.submit(model_id, number)
     logs.submit(model_id, 5, refusal=Failure("refused", "user"))
@@ -144,7 +133,7 @@ def _lost(log: ModelLog) -> Lost | None:
 def test_refused_number_closes_a_gap_and_wakes_the_worker(logs: CommandLogs) -> None:
     model_id = logs.new_model()
     log = logs.acquire(model_id)
-    _run_all(log)
+    run_all(log)
     logs.submit(model_id, 2)
     assert isinstance(log.take(), Gap)
     newest: Any = logs.client.xrevrange(WAKE, count=1)
@@ -165,7 +154,7 @@ def test_number_far_ahead_is_refused_with_the_limit(logs: CommandLogs) -> None:
     logs.submit(model_id, MAX_AHEAD)
 
     log = logs.acquire(model_id)
-    _run_all(log)
+    run_all(log)
     lost = log.take(gap_s=0.0)
     assert isinstance(lost, Lost)
     assert lost.failed == tuple(range(1, MAX_AHEAD + 1))
@@ -178,7 +167,7 @@ def test_worker_that_must_stop_can_write_nothing(
 ) -> None:
     model_id = logs.new_model()
     log = logs.acquire(model_id)
-    _run_all(log)
+    run_all(log)
     keys = model_keys(model_id)
     if state == "fenced":
         logs.acquire(model_id, "w0")
@@ -209,7 +198,7 @@ def test_worker_that_must_stop_can_write_nothing(
 def test_idle_poll_writes_nothing(logs: CommandLogs) -> None:
     model_id = logs.new_model()
     log = logs.acquire(model_id)
-    _run_all(log)
+    run_all(log)
 
     def changes() -> int:
         persistence: Any = logs.client.info("persistence")
@@ -223,7 +212,7 @@ def test_idle_poll_writes_nothing(logs: CommandLogs) -> None:
 def test_passes_end_at_their_limits(logs: CommandLogs, monkeypatch: pytest.MonkeyPatch) -> None:
     model_id = logs.new_model()
     log = logs.acquire(model_id)
-    _run_all(log)
+    run_all(log)
     for number in range(1, MAX_SHARED + 3):
         logs.submit(model_id, number, "forward_backward", b"c")
     logs.submit(model_id, MAX_SHARED + 3, "forward_backward", b"c" * 100)
@@ -231,7 +220,7 @@ def test_passes_end_at_their_limits(logs: CommandLogs, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(command_log, "MAX_SHARED_BYTES", 100)
 
-    assert [(run.first, run.last) for run in _run_all(log)] == [
+    assert [(run.first, run.last) for run in run_all(log)] == [
         (1, MAX_SHARED),
         (MAX_SHARED + 1, MAX_SHARED + 2),
         (MAX_SHARED + 3, MAX_SHARED + 3),
@@ -242,7 +231,7 @@ def test_passes_end_at_their_limits(logs: CommandLogs, monkeypatch: pytest.Monke
 def test_result_of_a_later_number_does_not_pass_over_earlier_ones(logs: CommandLogs) -> None:
     model_id = logs.new_model()
     log = logs.acquire(model_id)
-    _run_all(log)
+    run_all(log)
     for number in (1, 2, 3):
         logs.submit(model_id, number, "forward_backward")
     assert log.take() == Run(1, 3, "forward_backward")
@@ -261,7 +250,7 @@ def test_result_of_a_later_number_does_not_pass_over_earlier_ones(logs: CommandL
 def test_large_history_is_read_in_slices(logs: CommandLogs) -> None:
     model_id = logs.new_model()
     log = logs.acquire(model_id)
-    number, expected = 1, _run_all(log)
+    number, expected = 1, run_all(log)
     keys = model_keys(model_id)
     pipeline = logs.client.pipeline(transaction=False)
     while number < 2_500:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from testkit.command_logs import CommandLogs
+from testkit.command_logs import DONE, CommandLogs, run_all
 from turnstream.errors import (
     FencedError,
     StoreFullError,
@@ -15,21 +15,8 @@ from turnstream.errors import (
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.operations.log import (
     Lost,
-    ModelLog,
     Run,
 )
-from turnstream_server.operations.results import Answer
-
-DONE = Answer({"done": True})
-
-
-def _run_all(log: ModelLog) -> list[Run]:
-    """Finish all that waits; return what was run."""
-    ran: list[Run] = []
-    while isinstance(work := log.take(), Run):
-        log.finish(dict.fromkeys(work.numbers, DONE))
-        ran.append(work)
-    return ran
 
 
 def test_commands_and_results_survive_a_restart_of_the_store(
@@ -37,7 +24,7 @@ def test_commands_and_results_survive_a_restart_of_the_store(
 ) -> None:
     model_id = own_logs.new_model()
     log = own_logs.acquire(model_id)
-    _run_all(log)
+    run_all(log)
     for number in (1, 2):
         own_logs.submit(model_id, number, "forward_backward")
     cut = log.take()
@@ -63,7 +50,7 @@ def test_worker_whose_writes_the_store_has_lost_must_stop(
     logs, pasts = own_logs, {"model": past_of(own_server)}
     model_id = logs.new_model()
     log = logs.acquire(model_id)
-    _run_all(log)
+    run_all(log)
     pasts["command"] = past_of(own_server)
     for number in (1, 2):
         logs.submit(model_id, number)
@@ -83,7 +70,7 @@ def test_worker_whose_writes_the_store_has_lost_must_stop(
                 write()
         again = logs.acquire(model_id)
         assert [entry.run.first for entry in again.history()] == [0]
-        assert [run.first for run in _run_all(again)] == [1, 2]
+        assert [run.first for run in run_all(again)] == [1, 2]
 
 
 def test_workers_share_no_epoch_after_a_power_cut(
@@ -110,7 +97,7 @@ def test_full_store_lets_workers_finish_and_cover(
     logs = own_logs
     model_id = logs.new_model()
     log = logs.acquire(model_id)
-    _run_all(log)
+    run_all(log)
     for number in (1, 2, 4):
         logs.submit(model_id, number, "forward_backward", b"c" * 1000)
     logs.client.config_set("maxmemory", 1)
@@ -119,7 +106,7 @@ def test_full_store_lets_workers_finish_and_cover(
         logs.submit(model_id, 3)
     log.renew(lease_s=60.0)
     log = logs.acquire(model_id)
-    assert [(run.first, run.last) for run in _run_all(log)] == [(1, 2)]
+    assert [(run.first, run.last) for run in run_all(log)] == [(1, 2)]
     assert log.take(gap_s=0.0) == Lost(3, (3, 4))
     log.cover(4, checkpoint="c")
 

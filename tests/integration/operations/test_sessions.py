@@ -15,7 +15,6 @@ from turnstream_server.operations.contents import CreateModel
 from turnstream_server.operations.keys import (
     ALIVE,
     model_keys,
-    owner_keys,
     sampler_keys,
     session_keys,
 )
@@ -23,7 +22,6 @@ from turnstream_server.operations.models import (
     ModelRecord,
     create_model,
     models_of_base,
-    models_of_owner,
     read_model,
 )
 from turnstream_server.operations.results import Answer
@@ -34,10 +32,8 @@ from turnstream_server.operations.sessions import (
     beat,
     close_silent,
     finish_session,
-    members_of,
     open_session,
     read_session,
-    sessions_of,
 )
 
 SILENCE_S = 600.0
@@ -101,15 +97,6 @@ def test_session_is_read_back_and_finished_once(logs: CommandLogs) -> None:
         with pytest.raises(RunNotFoundError, match="no session 'none'"):
             logs.do(lambda client, call=call: call(client, "none"))
     logs.client.zrem(ALIVE, "a-b")
-
-
-def test_sessions_of_an_owner_are_listed_newest_first(logs: CommandLogs) -> None:
-    ids = [logs.new_session() for _ in range(2)]
-    logs.client.zincrby(owner_keys(OWNER).sessions, 5, ids[1])
-
-    found = logs.do(lambda client: sessions_of(client, OWNER))
-
-    assert found.index(ids[1]) < found.index(ids[0])
 
 
 def test_silent_session_is_closed_with_its_results(logs: CommandLogs, opened: Opened) -> None:
@@ -237,25 +224,6 @@ def test_model_of_other_settings_is_a_conflict_without_effect(
 
     assert read_model(logs.client, model_id) == record
     assert model_id not in models_of_base(logs.client, "other")
-
-
-def test_models_of_an_owner_are_read_in_pages(logs: CommandLogs) -> None:
-    owner = f"{OWNER}-pages"
-    session_id = logs.new_session()
-    ids = [f"{session_id}:train:{number}" for number in range(3)]
-    for place, model_id in enumerate(ids):
-        record = ModelRecord(model_id, BASE, owner, lora_rank=8)
-        logs.do(lambda client, record=record: create_model(client, record, CONTENT))
-        logs.client.zadd(owner_keys(owner).runs, {model_id: place})
-
-    def page(offset: int, limit: int) -> tuple[list[str], int]:
-        found = logs.do(lambda client: models_of_owner(client, owner, offset=offset, limit=limit))
-        return [each.model_id for each in found[0]], found[1]
-
-    assert page(0, 2) == (ids[:0:-1], 3)
-    assert page(2, 2) == (ids[:1], 3)
-    assert page(0, 0) == ([], 3)
-    assert logs.do(lambda client: members_of(client, session_id)) == []
 
 
 def test_base_models_are_served_until_they_expire(

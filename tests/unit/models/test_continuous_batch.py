@@ -141,14 +141,17 @@ def test_paused_sequences_continue_without_a_pass_and_equal_undisturbed_ones() -
 
 
 def test_step_computes_one_pass_of_prompts_for_any_number_of_requests() -> None:
-    batch = make_batch()
-    for number in range(8):
-        add(batch, [number] * 400, 4)
+    # Prompts of like length share a pass, of limited size.
+    for sizes, expected in (([400] * 8, 5 * 400), ((3, 4, 5), 3 * 5)):
+        batch = make_batch()
+        for size in sizes:
+            add(batch, [1] * size, 4)
 
-    with recorded_passes(batch.model) as shapes:
-        batch.step()
+        with recorded_passes(batch.model) as shapes:
+            batch.step()
 
-    assert sum(rows * width for rows, width in shapes) == 5 * 400
+        assert sum(rows * width for rows, width in shapes) == expected
+        assert len(shapes) == 1
 
 
 def test_batch_never_exceeds_its_bounds_and_starts_in_order() -> None:
@@ -205,17 +208,6 @@ def test_samples_of_a_prompt_share_one_pass_over_it() -> None:
     again = add(alone, prompt, 4, num_samples=8)
     run(alone)
     assert [tuple(e.token_ids) for e in again.future.result(timeout=0).sequences] == tokens
-
-
-def test_prompts_of_like_length_share_a_pass() -> None:
-    batch = make_batch()
-    for size in (3, 4, 5):
-        add(batch, [1] * size)
-
-    with recorded_passes(batch.model) as shapes:
-        batch.step()
-
-    assert shapes == [(3, 5)]
 
 
 def test_restart_samples_the_rest_from_the_new_weights() -> None:

@@ -129,33 +129,21 @@ GOOD: dict[str, Any] = {
         ({}, "reinforce", "loss 'reinforce' is not one of cross_entropy, importance_sampling"),
         ({}, "stable_reinforce", "loss_fn 'stable_reinforce' is not supported; known: cross_entr"),
         ({}, "custom", "loss_fn 'custom' is not supported"),
+        ({"settings": {"clip_range": 0.2}}, "ppo", "'clip_range' is unknown; ppo has: clip_low"),
+        ({"settings": {"clip_low_threshold": "low"}}, "ppo", "text 'low'"),
     ],
 )
-def test_bad_datums_are_refused_by_place_field_and_value(
+def test_bad_datums_and_settings_are_refused_by_name_and_value(
     change: dict[str, Any], loss: str, message: str
 ) -> None:
     changed = {name: each for name, each in {**GOOD, **change}.items() if each is not None}
+    settings = changed.pop("settings", {})
 
     for encode, kind in ((_protobuf, PROTOBUF), (_json, JSON)):
-        call = read_training_call(
-            encode([GOOD, changed], loss=loss), content_type=kind, route="forward_backward"
-        )
+        body = encode([GOOD, changed], loss=loss, **settings)
+        call = read_training_call(body, content_type=kind, route="forward_backward")
         assert (call.model_id, call.seq_id) == ("S:train:0", 7)
         assert_refused(call, message)
-
-
-@pytest.mark.parametrize("settings", [{"clip_range": 0.2}, {"clip_low_threshold": "low"}])
-def test_bad_settings_of_a_loss_are_refused_by_name(settings: dict[str, Any]) -> None:
-    ((name, value),) = settings.items()
-    expected = (
-        f"{name!r} is unknown; ppo has: clip_low" if name == "clip_range" else f"text {value!r}"
-    )
-
-    for encode, kind in ((_protobuf, PROTOBUF), (_json, JSON)):
-        call = read_training_call(
-            encode([GOOD], loss="ppo", **settings), content_type=kind, route="forward_backward"
-        )
-        assert_refused(call, expected)
 
 
 def assert_refused(call: TrainingCall, message: str) -> None:
@@ -255,36 +243,20 @@ def test_shapes_are_limited_before_arrays_are_made() -> None:
         ({"data": [{}]}, r"forward_backward_input, data\[0\]\.model_input: field required"),
         ({"loss_fn": 3}, "forward_backward_input, loss_fn: .* string, got 3"),
         ({"loss_fn_config": {"beta": True}}, r"loss_fn_config\.beta: .* number, got True"),
+        (("float32", "1"), r"datum 0, weights: data\[1\] is '1', expected float32"),
+        (("float32", True), r"datum 0, weights: data\[1\] is True, expected float32"),
+        (("int64", 1.5), r"datum 0, weights: data\[1\] is 1.5, expected int64"),
+        (("int64", 2**63), "datum 0, weights: a value does not fit into int64"),
     ],
 )
-def test_malformed_json_input_is_refused_by_path_and_value(
-    change: dict[str, Any], message: str
-) -> None:
+def test_malformed_json_input_is_refused_by_path_and_value(change: Any, message: str) -> None:
     body = json.loads(_json([GOOD], loss="ppo"))
-    body["forward_backward_input"] |= change
-
-    call = read_training_call(
-        json.dumps(body).encode(), content_type=JSON, route="forward_backward"
-    )
-
-    assert_refused(call, message)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "value", "message"),
-    [
-        ("float32", "1", r"datum 0, weights: data\[1\] is '1', expected float32"),
-        ("float32", True, r"datum 0, weights: data\[1\] is True, expected float32"),
-        ("int64", 1.5, r"datum 0, weights: data\[1\] is 1.5, expected int64"),
-        ("int64", 2**63, "datum 0, weights: a value does not fit into int64"),
-    ],
-)
-def test_json_number_of_another_type_is_refused_by_place(
-    dtype: str, value: Any, message: str
-) -> None:
-    body = json.loads(_json([GOOD], loss="ppo"))
-    (datum,) = body["forward_backward_input"]["data"]
-    datum["loss_fn_inputs"]["weights"] = {"data": [1, value], "dtype": dtype}
+    sent = body["forward_backward_input"]
+    if isinstance(change, dict):
+        sent |= change
+    else:
+        weights = {"data": [1, change[1]], "dtype": change[0]}
+        sent["data"][0]["loss_fn_inputs"]["weights"] = weights
 
     call = read_training_call(
         json.dumps(body).encode(), content_type=JSON, route="forward_backward"
