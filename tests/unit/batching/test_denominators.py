@@ -38,37 +38,37 @@ def denominators_of(batch: Rows) -> Any:
 
 
 @pytest.mark.parametrize("name", ShareCounts._fields)
-def test_a_share_of_more_than_the_mini_batch_is_refused(name: str) -> None:
-    wrong = denominators_of(ABC)._replace(**{name: 0})
-
-    with pytest.raises(BatchingError, match=f"^{name}: the share of one of 2 ranks has"):
-        check_share(ABC, wrong, dp_world_size=2)
-
-
-@pytest.mark.parametrize("name", ShareCounts._fields)
-def test_the_only_rank_must_have_all_of_it(name: str) -> None:
-    denominators = denominators_of(ABC)
-    wrong = denominators._replace(**{name: getattr(denominators, name) + 1})
+def test_share_is_within_the_mini_batch_and_all_of_it_on_the_only_rank(name: str) -> None:
+    planned = denominators_of(ABC)
+    wrong = planned._replace(**{name: getattr(planned, name) + 1})
 
     check_share(ABC, wrong, dp_world_size=2)
     with pytest.raises(BatchingError, match=f"^{name}: "):
         check_share(ABC, wrong, dp_world_size=1)
+    with pytest.raises(BatchingError, match=f"^{name}: the share of one of 2 ranks has"):
+        check_share(ABC, planned._replace(**{name: 0}), dp_world_size=2)
 
 
-@pytest.mark.parametrize("live", [{"text": "x|A"}, {"text": "x|a", "weight": 1.0}])
-def test_a_live_inert_row_is_refused(live: dict[str, Any]) -> None:
-    share = rows("x|A", live["text"], is_padding=[False, True])
-    share = replace(share, weight=np.array([1, live.get("weight", 0)], np.float32))
-
-    with pytest.raises(BatchingError, match="inert row -2 has"):
-        check_share(share, denominators_of(ABC), dp_world_size=2)
+def inert(text: str, weight: float) -> Rows:
+    share = rows("x|A", text, is_padding=[False, True])
+    return replace(share, weight=np.array([1, weight], np.float32))
 
 
-@pytest.mark.parametrize("column", ["trajectory_num_tokens", "group_num_tokens"])
-def test_a_row_of_more_tokens_than_its_trajectory_or_group_is_refused(column: str) -> None:
-    share = replace(ABC, **{column: np.array([4, 0, 2], np.int64)})
-
-    with pytest.raises(BatchingError, match="row 1 has 1 trained tokens"):
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [
+        (inert("x|A", 0), "inert row -2 has"),
+        (inert("x|a", 1), "inert row -2 has"),
+        *[
+            (replace(ABC, **{column: np.array([4, 0, 2])}), "row 1 has 1 trained tokens")
+            for column in ("trajectory_num_tokens", "group_num_tokens")
+        ],
+    ],
+)
+def test_row_that_is_live_or_has_more_tokens_than_its_owner_is_refused(
+    share: Rows, message: str
+) -> None:
+    with pytest.raises(BatchingError, match=message):
         check_share(share, denominators_of(ABC), dp_world_size=2)
 
 

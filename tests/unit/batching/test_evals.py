@@ -83,37 +83,34 @@ def test_evaluation_counts_failed_samples_with_a_reward_of_zero(of: BatchingConf
     assert ended.total.figures.tags["task"].values["a"].reward_mean == 0.0
 
 
-@pytest.mark.parametrize("end", [abandoned(1), died(1), DEADLINE])
-def test_evaluation_never_refills_a_lost_sample(end: Event) -> None:
-    _, (ended,) = fold([evaluation(), sealed(reward=0.5), end], REFILLED)
-
-    assert (ended.result.num_trajectories, ended.result.num_lost) == (1, 1)
-    assert ended.result.best == 0.5
-
-
 @pytest.mark.parametrize(
     ("events", "members", "num_lost"),
     [
+        *[([sealed(), end], (key(0),), 1) for end in (abandoned(1), died(1), DEADLINE)],
         ([sealed(), died(0), sealed(sample=1)], (key(1),), 1),
         ([sealed(), died(0, 1), sealed(sample=1)], (key(0), key(1)), 0),  # another attempt died
         ([abandoned(0), abandoned(1)], (), None),
     ],
 )
-def test_evaluation_loses_dead_and_abandoned_members(
+def test_evaluation_loses_dead_and_abandoned_members_and_never_refills_one(
     events: list[Event], members: Any, num_lost: int | None
 ) -> None:
-    _, (ended,) = fold([evaluation(), *events])
+    _, (ended,) = fold([evaluation(), *events], REFILLED)
 
     assert (ended.keys, ended.result and ended.result.num_lost) == (members, num_lost)
     assert (ended.result is None) == (ended.total is None) == (not members)
 
 
-def test_evaluation_counts_for_the_oldest_version_of_its_samples() -> None:
-    mixed = sealed(sample=1, turn_versions=[[(5, 1), (8, 2)]])
+def test_evaluation_has_the_oldest_version_and_labels_of_samples_without_a_usable_reward() -> None:
+    missing = sealed(reward=None, version=6, metrics={"turns": 2})
+    mixed = sealed(sample=1, reward=2 * MAX_REWARD, turn_versions=[[(5, 1), (8, 2)]])
 
-    _, (ended,) = fold([evaluation(), sealed(version=6), mixed])
+    _, (ended,) = fold([evaluation(), missing, mixed])
 
-    assert (ended.result.version, ended.total.version) == (5, 5)
+    result = ended.result
+    assert (result.version, ended.total.version) == (5, 5)
+    assert (result.num_trajectories, result.reward, result.best) == (2, Spread(), None)
+    assert ended.total.figures.metrics["turns"].total == 2
 
 
 def test_version_sums_up_its_groups() -> None:
@@ -131,16 +128,6 @@ def test_version_sums_up_its_groups() -> None:
     assert (total.best.num, total.best.mean) == (2, 0.75)
     assert total.figures.metrics["turns"].mean == 3.0
     assert total.figures.tags["env"].values["maze"].reward_mean == 0.5
-
-
-def test_trajectory_without_a_usable_reward_counts_with_its_labels() -> None:
-    missing = sealed(reward=None, metrics={"turns": 2})
-
-    _, (ended,) = fold([evaluation(), missing, sealed(sample=1, reward=2 * MAX_REWARD)])
-
-    result = ended.result
-    assert (result.num_trajectories, result.reward, result.best) == (2, Spread(), None)
-    assert ended.total.figures.metrics["turns"].total == 2
 
 
 @pytest.mark.parametrize(
@@ -169,13 +156,6 @@ def test_seal_after_the_evaluation_is_surplus_once() -> None:
     assert (dropped.key, dropped.state) == (key(1), TrajectoryState.SURPLUS)
     folded.remove_decided(["g0"])
     assert folded.state.decided == {}
-
-
-@pytest.mark.parametrize("surplus", [sealed(attempt=1), sealed(sample=7)])
-def test_evaluation_drops_other_attempts_and_undeclared_samples(surplus: SealedTrajectory) -> None:
-    _, (dropped,) = fold([evaluation(), sealed(), abandoned(7), surplus])
-
-    assert (dropped.key, dropped.state) == (surplus.key, TrajectoryState.SURPLUS)
 
 
 def test_repeated_events_of_an_evaluation_change_nothing() -> None:

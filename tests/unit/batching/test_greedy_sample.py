@@ -50,34 +50,22 @@ def test_only_sample_zero_of_a_run_with_remax_is_greedy() -> None:
     assert is_masked(sealed(attempt=1), REMAX)
     assert not is_masked(sealed(sample=1), REMAX)
     assert not is_masked(sealed(), config())
-
-
-def test_plan_refuses_a_group_without_its_greedy_sample() -> None:
-    group = ready("a", sealed("a", sample=1), sealed("a", sample=2))
-
     with pytest.raises(BatchingError, match="group 'a' has no greedy sample 0, with which"):
-        plan(group, of=REMAX)
+        plan(ready("a", sealed("a", sample=1), sealed("a", sample=2)), of=REMAX)
 
 
-def test_group_waits_for_its_greedy_sample() -> None:
+def test_group_waits_for_its_greedy_sample_and_one_to_compare() -> None:
     events = [opened(4, 2), *seals(1, 3)]
+    of_one = [opened(3, 1), *seals(0)]
 
-    waiting, _ = fold(events, REMAX)
-    decided, _ = fold([*events, *seals(0)], REMAX)
+    decided = [fold([*events, *seals(0)], REMAX)[0], fold([*of_one, *seals(2)], REMAX)[0]]
     other, _ = fold(events)
-
-    assert (samples(waiting), waiting.num_open_groups) == ([], 1)
-    assert samples(decided) == [[0, 1, 3]]
-    assert samples(other) == [[1, 3]]
-
-
-def test_group_of_one_needed_member_waits_for_a_second() -> None:
-    waiting, _ = fold([opened(3, 1), *seals(0)], REMAX)
-    decided, _ = fold([opened(3, 1), *seals(0, 2)], REMAX)
     alone, [drop] = fold([opened(1), *seals(0)], REMAX)
 
-    assert (samples(waiting), waiting.num_open_groups) == ([], 1)
-    assert samples(decided) == [[0, 2]]
+    for waiting, _ in (fold(events, REMAX), fold(of_one, REMAX)):
+        assert (samples(waiting), waiting.num_open_groups) == ([], 1)
+    assert [samples(each) for each in decided] == [[[0, 1, 3]], [[0, 2]]]
+    assert samples(other) == [[1, 3]]
     assert (alone.num_open_groups, drop.state) == (0, TrajectoryState.INCOMPLETE)
     assert drop.reason == "1 valid members, and 2 are needed to compare"
 

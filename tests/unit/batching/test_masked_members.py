@@ -61,16 +61,6 @@ def test_error_trajectory_is_no_member_by_default(fields: Any) -> None:
     assert apply(folded, posted(0), missed(0), first=9) == []
 
 
-def test_error_trajectory_is_refilled() -> None:
-    refilling = replace(DROPPING, deadline_policy="refill", max_refills=1)
-
-    folded, (_, asked) = fold([opened(), *seals(0), failed(1)], refilling)
-    apply(folded, granted(1, sample=1), sealed(sample=1, attempt=1), first=9)
-
-    assert asked == RefillWanted(key=key(1, 1), prompt_uid="uid of g0", number=1)
-    assert [member.key for member in folded.ready[0].members] == [key(0), key(1, 1)]
-
-
 @pytest.mark.parametrize(
     ("fields", "num_trained", "baseline"),
     [
@@ -96,9 +86,15 @@ def test_error_trajectory_trains_and_is_compared_by_setting(
         assert trajectories[2].advantage == 0
 
 
-def test_error_trajectory_counts_in_an_evaluation() -> None:
+def test_error_trajectory_is_refilled_and_counts_in_an_evaluation() -> None:
+    refilling = replace(DROPPING, deadline_policy="refill", max_refills=1)
+
+    folded, (_, asked) = fold([opened(), *seals(0), failed(1)], refilling)
+    apply(folded, granted(1, sample=1), sealed(sample=1, attempt=1), first=9)
     _, (ended,) = fold([opened(purpose=Purpose.EVAL), *seals(0), failed(1)])
 
+    assert asked == RefillWanted(key=key(1, 1), prompt_uid="uid of g0", number=1)
+    assert [member.key for member in folded.ready[0].members] == [key(0), key(1, 1)]
     assert (ended.result.num_trajectories, ended.result.num_lost) == (2, 0)
 
 
@@ -159,6 +155,8 @@ def test_lost_sample_is_refilled_in_place_of_a_masked_one() -> None:
     assert spared == []
     apply(folded, granted(1, sample=2), sealed(sample=2, attempt=1), first=9)
     assert samples(folded) == [[0, 1, 2]]
+    (again,) = apply(folded, died(2, 1), first=12)
+    assert (again.key, folded.num_ready) == (key(2, 2), 0)
 
 
 def test_group_whose_refills_are_used_up_is_trained_with_masked_members() -> None:
@@ -171,15 +169,6 @@ def test_group_whose_refills_are_used_up_is_trained_with_masked_members() -> Non
     )
 
     assert (folded.num_ready, samples(masked), samples(mixed)) == (0, [[0, 1]], [[0, 1, 3]])
-
-
-def test_reopened_group_waits_for_the_refill_of_a_dead_member() -> None:
-    folded, _ = fold([opened(3, 2), *cut_off(0), *seals(1, 2)], REFILL)
-    before = samples(folded)
-
-    (asked,) = apply(folded, died(2), first=9)
-
-    assert (before, asked.key, folded.num_ready) == ([[0, 1, 2]], key(2, 1), 0)
 
 
 def test_revision_that_keeps_masked_rewards_decides_waiting_groups() -> None:

@@ -61,20 +61,17 @@ def test_kept_surplus_joins_until_the_group_is_taken() -> None:
     assert (drop.key, drop.state) == (key(2), SURPLUS)
 
 
-def test_missed_reward_changes_no_ready_group() -> None:
-    folded, (drop,) = fold([opened(3, 2), *seals(0, 1), awaiting(2), missed(2)], KEEP)
-
-    assert (drop.key, samples(folded), folded.ready[0].completed_by) == (key(2), [[0, 1]], "2-0")
-
-
 def test_kept_group_is_planned_without_members_that_await_rewards() -> None:
-    folded, _ = fold([opened(3, 2), *seals(0, 1), awaiting(2)], KEEP)
+    events = [opened(3, 2), *seals(0, 1), awaiting(2)]
+    folded, _ = fold(events, KEEP)
+    missing, (missed_one,) = fold([*events, missed(2)], KEEP)
 
     (drop,) = folded.take(folded.ready)
-    after = apply(folded, posted(2), first=9)
 
     assert isinstance(drop, MemberDropped)
-    assert (drop.key, drop.state, after) == (key(2), SURPLUS, [])
+    assert (drop.key, drop.state, missed_one.key) == (key(2), SURPLUS, key(2))
+    assert apply(folded, posted(2), first=9) == []
+    assert (samples(missing), missing.ready[0].completed_by) == ([[0, 1]], "2-0")
 
 
 def test_group_is_dropped_at_its_deadline_with_the_missing_samples() -> None:
@@ -134,18 +131,14 @@ def test_missing_samples_are_asked_for_once(events: list[Event], asked: list[Ref
     assert (folded.num_ready, folded.num_open_groups) == (0, 1)
 
 
-def test_unusable_sample_is_dropped_and_asked_for_again() -> None:
-    _, (drop, asked) = fold([opened(), *seals(0), sealed(sample=1, reward=None)], REFILL)
-
-    assert (drop.key, drop.state, asked) == (key(1), INCOMPLETE, wanted(1, sample=1))
-
-
-def test_ready_group_is_reopened_for_the_refill_of_a_dead_member() -> None:
+def test_unusable_sample_and_dead_member_of_a_ready_group_are_refilled() -> None:
+    _, (drop, again) = fold([opened(), *seals(0), sealed(sample=1, reward=None)], REFILL)
     folded, (asked,) = fold([opened(), *seals(0, 1), died(0)], REFILL)
     was_open = folded.num_open_groups
 
     apply(folded, granted(1, sample=0), sealed(attempt=1), first=9)
 
+    assert (drop.key, drop.state, again) == (key(1), INCOMPLETE, wanted(1, sample=1))
     assert (asked, was_open) == (wanted(1, sample=0), 1)
     assert [member.key for member in folded.ready[0].members] == [key(0, 1), key(1)]
     assert folded.ready[0].completed_by == "10-0"
@@ -210,34 +203,21 @@ def test_reopened_group_is_cut_again_when_decided() -> None:
     # The store has it open: another attempt of the sample that was cut may have started.
     folded, cut = cut_group()
     before = folded.still_holds(cut)
-
     apply(folded, died(0), first=4)
     while_open = folded.still_holds(cut)
+
     again = apply(folded, *REFILLED, first=5)
 
-    assert again == [replace(cut, num_granted=1)]
     assert (before, while_open, folded.still_holds(cut)) == (True, False, True)
-
-
-def test_group_cut_before_its_refill_event_is_cut_again() -> None:
-    # The store had granted it before the cut, and had the group open since.
-    folded, _ = cut_group()
-    apply(folded, died(0), first=4)
-    (cut,) = apply(folded, sealed(sample=2), first=5)
-
-    again = apply(folded, REFILLED[0], REFILLED[0], first=6)
-
-    assert again == [replace(cut, num_granted=1)]
-
-
-def test_refill_of_an_uncut_group_is_reported_when_it_decides() -> None:
-    # It gave the group another deadline.
-    folded, _ = fold([opened(), *seals(0, 1)], REFILL)
-
-    _, cut = apply(folded, died(0), *REFILLED, first=4)
-
-    assert isinstance(cut, GroupCut)
-    assert (cut.group_id, cut.num_granted) == ("g0", 1)
+    # A refill that was granted before the cut has had the group open since.
+    early, _ = cut_group()
+    apply(early, died(0), sealed(sample=2), first=4)
+    assert again == apply(early, *REFILLED[:1] * 2, first=6) == [replace(cut, num_granted=1)]
+    # Without a cut, it gave the group another deadline.
+    uncut, _ = fold([opened(), *seals(0, 1)], REFILL)
+    _, only = apply(uncut, died(0), *REFILLED, first=4)
+    assert isinstance(only, GroupCut)
+    assert (only.group_id, only.num_granted) == ("g0", 1)
 
 
 def test_cut_is_void_after_a_config_that_keeps_surplus() -> None:

@@ -39,6 +39,8 @@ def test_counts_turns_rows_and_tokens() -> None:
         "merge_ratio": 16 / 12,
     }
     assert [found.key.sample for found in merge_breaks(payload)] == [1]
+    assert broken[1].parent_turn == NO_PARENT
+    assert merge_counts({})["merge_ratio"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -50,23 +52,14 @@ def test_counts_turns_rows_and_tokens() -> None:
         ([("ab", "CD"), ("abcde", "F"), ("abcdefgh", "I"), ("ax", "Y")], (3, 0, 1)),
         # a branch after the whole context
         ([("ab", "CD"), ("abcde", "F"), ("abcdx", "Y")], (2, 0, 4)),
+        # a new context is compared with the turn before
+        ([("ab", "CD"), ("x", "Y")], (1, 0, 0)),
         # a shortened context
         ([("ab", "CD"), ("abc", "E")], (1, 0, 3)),
     ],
 )
 def test_break_names_the_first_difference(turns: list[tuple[str, str]], expected: Any) -> None:
     assert first_break(*[turn(*each) for each in turns]) == MergeBreak(KEY, *expected)
-
-
-def test_a_new_context_is_compared_with_the_turn_before() -> None:
-    found = first_break(turn("ab", "CD"), turn("x", "Y"))
-
-    assert store_turns([turn("ab", "CD"), turn("x", "Y")])[1].parent_turn == NO_PARENT
-    assert found == MergeBreak(KEY, 1, 0, 0)
-
-
-def test_nothing_has_a_merge_ratio_of_one() -> None:
-    assert merge_counts({})["merge_ratio"] == 1.0
 
 
 def warnings_of(
@@ -85,10 +78,6 @@ def warnings_of(
     ]
     manifest = plan(*groups_of_members, of=of)
     return [*plan_warnings(manifest, of or config(len(groups)), **facts).values()]
-
-
-def test_usual_batch_has_no_warning() -> None:
-    assert warnings_of([[shape()], [shape()]]) == []
 
 
 @pytest.mark.parametrize(
@@ -137,21 +126,16 @@ def test_case_9_rows_that_cost_more_than_a_pass_are_counted(
 
 def test_case_28_rows_and_updates_without_a_trained_token_are_counted() -> None:
     masked = shape(2, 3, trained=0)
+    masking = replace(config(), mask_truncated=True, overlong_length=3)
 
+    of_a_run_that_masks = warnings_of([[shape(2, 4)], [shape(2, 2)], [masked]], of=masking)
     found = warnings_of([[shape(), masked], [shape()]], [[masked], [masked]], of=config(2, 1))
 
     assert found == [
         "rows without a trained token: 3",
         "updates without a trained token, which change nothing: 1",
     ]
-
-
-def test_rows_that_the_run_masks_are_no_warning() -> None:
-    of = replace(config(), mask_truncated=True, overlong_length=3)
-
-    found = warnings_of([[shape(2, 4)], [shape(2, 2)], [shape(2, 2, trained=0)]], of=of)
-
-    assert found == ["rows without a trained token: 1"]
+    assert of_a_run_that_masks == ["rows without a trained token: 1"]
 
 
 @pytest.mark.parametrize(

@@ -112,21 +112,10 @@ def test_batch_takes_the_groups_that_the_run_prefers(
     assert planner.chosen == expected
 
 
-def test_group_with_a_token_that_is_too_old_expires_whole() -> None:
-    planner = Planner(policy("drop"), HISTORY)
-
-    planner.apply(one("a", 1), one("b", 2), BatchDue(step=4))
-
-    (drop,) = planner.decided
-    assert isinstance(drop, GroupDropped)
-    assert (drop.state, drop.keys) == (TrajectoryState.EXPIRED, (TrajectoryKey("a", 0),))
-    assert drop.reason == "tokens more than 1 steps old when step 4 was planned"
-    assert (planner.chosen, planner.fold.num_ready) == (["b"], 1)
-
-
 @pytest.mark.parametrize(
     ("of", "events", "expired", "chosen", "masked"),
     [
+        (policy("drop"), [one("a", 1), one("b", 2)], ["a"], ["b"], ()),
         # a token that will not be trained is never too old
         (
             policy("drop", mask_truncated=True),
@@ -141,6 +130,7 @@ def test_group_with_a_token_that_is_too_old_expires_whole() -> None:
         ),
         # weights that a rollback has undone
         (policy("drop"), [RolledBack(step=1), one("a", 3), one("b")], ["a"], ["b"], ()),
+        (policy("keep", selection="in_order"), [one("a", 0)], [], ["a"], ()),
         # only versions that sampled the batch are masked
         (policy("mask"), [mixed("a", (1, 1), (3, 2))], [], ["a"], (1,)),
         # nothing is left to train of "a" and "b"
@@ -152,7 +142,7 @@ def test_group_with_a_token_that_is_too_old_expires_whole() -> None:
             (),
         ),
     ],
-    ids=["not trained", "undone", "in part", "nothing left"],
+    ids=["whole", "not trained", "undone", "kept", "in part", "nothing left"],
 )
 def test_old_tokens_expire_or_are_masked(
     of: BatchingConfig, events: Any, expired: Any, chosen: Any, masked: Any
@@ -160,6 +150,20 @@ def test_old_tokens_expire_or_are_masked(
     planner = Planner(of, [*HISTORY, *events, BatchDue(step=4)])
 
     assert (planner.expired, planner.chosen, planner.masked_versions) == (expired, chosen, masked)
+    for drop in planner.decided:
+        assert isinstance(drop, GroupDropped)
+        assert drop.keys == (TrajectoryKey(drop.group_id, 0),)
+        assert drop.reason == "tokens more than 1 steps old when step 4 was planned"
+
+
+def test_member_that_awaits_its_reward_in_an_expired_group_is_surplus() -> None:
+    of = policy("drop", surplus="keep")
+    waiting = [folds.opened(2, 1, group_id="s"), one("s", 1), awaiting(one("s", 1, sample=1))]
+    planner = Planner(of, [*HISTORY, *waiting, BatchDue(step=4)])
+
+    (left_over,) = [each for each in planner.decided if isinstance(each, MemberDropped)]
+    assert planner.expired == ["s"]
+    assert (left_over.key, left_over.state) == (TrajectoryKey("s", 1), TrajectoryState.SURPLUS)
 
 
 def test_tokens_of_unannounced_versions_are_masked_with_those_above() -> None:
@@ -170,15 +174,6 @@ def test_tokens_of_unannounced_versions_are_masked_with_those_above() -> None:
     planner.apply(mixed("a", (5, 1), (25, 2)), BatchDue(step=5))
 
     assert planner.masked_versions == (5,)
-
-
-def test_old_tokens_are_trained_where_the_run_keeps_them() -> None:
-    planner = Planner(policy("keep", selection="in_order"), HISTORY)
-
-    planner.apply(one("a", 0), BatchDue(step=4))
-
-    assert (planner.chosen, planner.masked_versions) == (["a"], ())
-    assert planner.selector.num_over_age(planner.fold.ready, step=4) == 1
 
 
 def test_choice_waits_for_enough_fresh_groups_unless_the_run_ends() -> None:
@@ -234,18 +229,6 @@ def test_a_choice_falls_when_a_member_joins_one_of_its_groups() -> None:
     planner.apply(BatchDue(step=1))
     assert planner.selector.choice is not None
     assert planner.selector.choice.groups == planner.fold.ready[:1]
-
-
-def test_member_that_awaits_its_reward_in_an_expired_group_is_surplus() -> None:
-    of = policy("drop", surplus="keep")
-    spare = folds.opened(2, 1, group_id="s")
-    planner = Planner(of, [*HISTORY, spare, one("s", 1), awaiting(one("s", 1, sample=1))])
-
-    planner.apply(BatchDue(step=4))
-
-    (left_over,) = [each for each in planner.decided if isinstance(each, MemberDropped)]
-    assert planner.expired == ["s"]
-    assert (left_over.key, left_over.state) == (TrajectoryKey("s", 1), TrajectoryState.SURPLUS)
 
 
 policies = st.sampled_from(["drop", "mask", "keep"])

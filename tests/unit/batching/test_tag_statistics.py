@@ -51,19 +51,13 @@ def test_tag_value_has_its_count_and_mean_reward() -> None:
 
 
 def test_values_beyond_the_limit_are_summed_as_other() -> None:
-    figures = of_tags(*[({"seed": str(number)}, 1.0) for number in range(MAX_VALUES + 3)])
+    many = [({"seed": str(number)}, 1.0) for number in range(MAX_VALUES + 3)]
 
-    seed = figures.tags["seed"]
+    seed = of_tags(*many, ({"seed": "0"}, 0.0)).tags["seed"]
+
     assert set(seed.values) == {str(number) for number in range(MAX_VALUES)}
+    assert seed.values["0"].num_trajectories == 2
     assert seed.other == ValueStatistics(num_trajectories=3, num_rewarded=3, reward_total=3.0)
-
-
-def test_named_value_stays_named_beyond_the_limit() -> None:
-    many = [({"seed": str(number)}, 1.0) for number in range(MAX_VALUES + 1)]
-
-    figures = of_tags(*many, ({"seed": "0"}, 0.0))
-
-    assert figures.tags["seed"].values["0"].num_trajectories == 2
 
 
 def test_names_beyond_the_limit_are_counted_as_left_out() -> None:

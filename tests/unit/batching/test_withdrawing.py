@@ -20,6 +20,7 @@ from turnstream.types import PlansWithdrawn, SealedTrajectory, TrajectoryState
 CONFIG = config(2)
 REFILL = replace(CONFIG, deadline_policy="refill", max_refills=3, group_deadline_s=1.0)
 ALL = [0, 1, 2]
+INCOMPLETE = TrajectoryState.INCOMPLETE
 
 
 def seal(group_id: str, sample: int) -> SealedTrajectory:
@@ -95,6 +96,11 @@ def test_groups_of_several_plans_keep_the_order_of_the_steps() -> None:
 
 
 def test_group_continues_without_its_dead_members_and_replaces_none() -> None:
+    whole = planned_fold("a", of=REFILL)
+    withdraw(whole, a=ALL)
+
+    assert apply(whole, died(2, group_id="a"), first=30) == []
+    assert samples(whole) == [[0, 1]]
     for folded in (planned_fold("a", of=REFILL), RunFold(REFILL)):  # also of a removed group
         decided = withdraw(folded, a=[0, 2])
 
@@ -114,33 +120,29 @@ def test_state_of_the_fold_stays_unchanged() -> None:
     assert folded.state == before
 
 
-@pytest.mark.parametrize("left", [[1], []])
-def test_group_with_nothing_left_to_compare_is_dropped(left: list[int]) -> None:
-    folded = planned_fold("a")
+@pytest.mark.parametrize(
+    ("changes", "left", "state"),
+    [
+        ({}, [1], INCOMPLETE),
+        ({}, [], INCOMPLETE),
+        ({"group_filters": ZERO_VARIANCE}, [1, 2], TrajectoryState.FILTERED),
+        ({"max_tokens_per_micro_batch": 3, "over_long": "refuse"}, ALL, INCOMPLETE),
+    ],
+    ids=["one left", "none left", "equal rewards", "too long"],
+)
+def test_group_that_the_config_in_force_does_not_train_is_dropped(
+    changes: dict[str, Any], left: list[int], state: TrajectoryState
+) -> None:
+    folded = planned_fold("a", "b")
+    folded.revise("15-0", replace(CONFIG, **changes))
 
-    (dropped,) = withdraw(folded, a=left)
+    dropped = withdraw(folded, a=left)
 
-    assert isinstance(dropped, GroupDropped)
-    assert dropped.state is TrajectoryState.INCOMPLETE
-    assert dropped.keys == tuple(key(sample, group_id="a") for sample in left)
+    assert isinstance(dropped[-1], GroupDropped)
+    assert {each.state for each in dropped} == {state}
+    if left != ALL:
+        assert dropped[-1].keys == tuple(key(sample, group_id="a") for sample in left)
     assert folded.ready == ()
-
-
-def test_group_whose_rewards_are_equal_without_its_dead_is_filtered() -> None:
-    folded = planned_fold("a", "b", of=replace(CONFIG, group_filters=ZERO_VARIANCE))
-
-    (dropped,) = withdraw(folded, a=[1, 2], b=ALL)
-
-    assert (dropped.group_id, dropped.state) == ("a", TrajectoryState.FILTERED)
-    assert names(folded) == ["b"]
-
-
-def test_member_that_dies_afterwards_is_not_replaced() -> None:
-    folded = planned_fold("a", of=REFILL)
-    withdraw(folded, a=ALL)
-
-    assert apply(folded, died(2, group_id="a"), first=30) == []
-    assert samples(folded) == [[0, 1]]
 
 
 def test_late_member_does_not_join_after_the_withdrawal() -> None:
@@ -152,16 +154,6 @@ def test_late_member_does_not_join_after_the_withdrawal() -> None:
 
     assert apply(folded, late, first=15) == []
     assert samples(folded) == [[0, 2]]
-
-
-def test_withdrawn_groups_are_judged_by_the_config_in_force() -> None:
-    folded = planned_fold("a", "b")
-    folded.revise("15-0", replace(CONFIG, max_tokens_per_micro_batch=3, over_long="refuse"))
-
-    dropped = withdraw(folded, a=ALL)
-
-    assert {each.state for each in dropped} == {TrajectoryState.INCOMPLETE}
-    assert folded.ready == ()
 
 
 def test_withdrawal_is_the_same_when_repeated_and_from_a_snapshot() -> None:
