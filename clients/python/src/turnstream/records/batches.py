@@ -71,7 +71,6 @@ class EncodedMiniBatch(NamedTuple):
     Attributes:
         data: an Arrow IPC stream: schema, one record batch, end.
         content_hash: hex SHA-256 over columns and metadata; independent of the IPC framing.
-        num_bytes: length of `data`.
     """
 
     data: memoryview

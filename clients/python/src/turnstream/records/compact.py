@@ -45,7 +45,6 @@ class CompactBatch:
     """A finished batch.
 
     Attributes:
-        trajectories: in the order of the batch.
         crcs: one per trajectory, see `trajectory_crc`.
         mean_reward: mean planned reward; None without a trajectory, and in older records.
     """

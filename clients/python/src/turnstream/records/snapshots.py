@@ -26,9 +26,6 @@ class PlannerSnapshot:
     Attributes:
         position: id of the last folded event.
         step: the last plan whose groups the fold has taken; 0 before the first.
-        manifest_hash: hash of that plan.
-        next_row_id: first row id of the next batch.
-        fold: content of the fold.
         versions: announced version -> the last step in its weights.
         lineage: lineage of the last announced version; "" before the first.
         config_revision: revision of the present config.

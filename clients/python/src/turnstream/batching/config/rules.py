@@ -308,14 +308,7 @@ class Change(NamedTuple):
 
 
 def changed_settings(before: BatchingConfig, after: BatchingConfig) -> tuple[Change, ...]:
-    """Return the settings that differ, in their order.
-
-    >>> from dataclasses import replace
-    >>> from turnstream.batching.config import BatchingConfig
-    >>> config = BatchingConfig(batch_groups=2, mini_batch_groups=2)
-    >>> changed_settings(config, replace(config, max_staleness=2))
-    (Change(name='max_staleness', before=1, after=2),)
-    """
+    """Return the settings that differ, in their order."""
     pairs = [(f.name, getattr(before, f.name), getattr(after, f.name)) for f in fields(after)]
     return tuple(Change(*pair) for pair in pairs if pair[1] != pair[2])
 

@@ -20,7 +20,6 @@ class ReadyGroup:
     Attributes:
         members: the valid ones, in order of (sample, attempt).
         completed_by: id of the event that made the group what it is.
-        opened_by: id of the event that opened it.
     """
 
     group_id: str
@@ -37,7 +36,6 @@ class MemberDropped:
     Attributes:
         state: SURPLUS for one that came after its group was decided, or after another of the same
             sample; INCOMPLETE for one that cannot be compared with the others.
-        reason: in words, for the ledger.
     """
 
     key: TrajectoryKey
@@ -51,7 +49,6 @@ class GroupDropped:
 
     Attributes:
         state: FILTERED, INCOMPLETE or EXPIRED.
-        reason: in words, for the ledger.
         keys: its sealed trajectories, which go into this state; empty if it had none.
     """
 

@@ -47,8 +47,6 @@ class GroupMembers:
         ended: samples of which an attempt ended without becoming a member.
         wanted: number -> sample of the refills that were asked for and not granted yet.
         granted: attempts of granted refills that have not ended.
-        num_asked: refills asked for.
-        num_granted: refills granted.
         last_fired: `num_refills` of the last deadline that fired; -1 before the first.
         seen: attempts with a recorded end.
         is_cut: whether the group ignores unsealed samples, until a refill opens it again.
@@ -269,7 +267,6 @@ class FoldState:
         ready: decided groups that no plan has taken, in order of completion, each with the id of
             the event that made it what it is.
         decided: attempts that the fold has seen of each finished group.
-        evals: results of evaluations.
         closed: whether the run takes no new group.
         leftover: treatment of the groups that make no whole batch of a closed run.
     """

@@ -22,7 +22,6 @@ class SequenceShape(NamedTuple):
     Attributes:
         turns: indices of the merged turns, ascending; the prompt is that of the first.
         prompt_length: tokens before the first response.
-        num_tokens: prompt + response.
         num_trained_tokens: response tokens with mask 1 that the plan does not mask.
     """
 
@@ -43,7 +42,6 @@ class TrajectoryPlan:
             advantages of their own, the advantage of the whole trajectory, which no token has.
         weights: float32 values, one loss weight per sequence.
         num_turn_tokens: tokens of all turns sent one by one, for the merge ratio.
-        sequences: its rows, in order.
         is_masked: no token of it is trained, whatever its payload says.
         payload_crcs: CRC-32 of every turn's payload; the assembler refuses any other.
         turn_advantages: float32 values, one per turn, each for the tokens that its turn sampled, in
@@ -81,7 +79,6 @@ class MiniBatchPlan:
     Attributes:
         first_group, num_groups: which groups of the batch.
         first_row_id: row id of the first row; rows are numbered in order through all batches.
-        num_rows: real rows.
         width: the longest row, in tokens.
         response_width: the longest response, in tokens.
     """

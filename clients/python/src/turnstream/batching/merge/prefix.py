@@ -44,13 +44,8 @@ class PrefixMatch(NamedTuple):
 class PrefixIndex:
     """The tokens of a trajectory's turns, for finding the longest known beginning of the next.
 
-    Turns are numbered from 0 in the order of `add`. Memory: the tokens that are new in each turn.
-
-    >>> index = PrefixIndex()
-    >>> first = np.array([1, 2], np.int32), np.array([3], np.int32)
-    >>> index.add(PrefixMatch(NO_PARENT, 0), *first)
-    >>> next(index.matches(np.array([1, 2, 3, 4], np.int32)))
-    PrefixMatch(parent_turn=0, shared_tokens=3)
+    Turns are numbered from 0 in the order of `add`. Memory: the tokens that are new in each
+    turn.
     """
 
     def __init__(self) -> None:

@@ -42,24 +42,14 @@ _NUM_ANCHOR_BYTES = 8
 
 
 class LinkedTurn(NamedTuple):
-    """The parent of a turn, and the stored values of its extra columns.
-
-    Attributes:
-        match: first of the given matches whose items the turn has too, or no match.
-        pieces: name to stored values, sorted.
-    """
+    """The parent of a turn, or no match, and the stored values of its extra columns by name."""
 
     match: PrefixMatch
     pieces: dict[str, ExtraPiece]
 
 
 class _Known(NamedTuple):
-    """A known turn: its lengths, and number and digest of its values by column.
-
-    Attributes:
-        num_shared, counts: values shared with the parent, and all values.
-        digests: SHA-256 of the values per row and per item.
-    """
+    """A known turn: its lengths, and number and digest of its values by column."""
 
     match: PrefixMatch
     num_prompt_tokens: int

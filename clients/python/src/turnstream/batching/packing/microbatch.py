@@ -9,12 +9,6 @@ L the length of a row, rounded up to the alignment::
 
 Rows are first packed so that every pass keeps to the budget, and only then balanced. In the other
 order, equal parts exceed the budget as soon as rows do not divide evenly. No row is ever cut.
-
-Passes from the costliest, 9, to the cheapest, 1, run in one of these orders::
-
-    largest_first         9 7 5 3 1    memory runs out in the first pass or never
-    small_at_both_ends    1 5 9 7 3    the first and the last stage of a pipeline wait less
-    as_packed             as the method returns them
 """
 
 from __future__ import annotations
@@ -43,7 +37,6 @@ class Budget:
 
     Attributes:
         limit: highest cost of a pass; 0 means no limit. A row above it has a pass of its own.
-        model: name of the cost model.
         alignment: rows count as the next multiple of this, as they will be laid out.
         a, b: factors of the quadratic model. A transformer of width h has b / a = 1 / (6 * h).
         packing: method that fills passes of the packed and the quadratic model. A padded pass is

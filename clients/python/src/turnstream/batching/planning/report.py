@@ -16,7 +16,6 @@ class MergeBreak(NamedTuple):
     """The first turn of a trajectory that does not continue the end of a row.
 
     Attributes:
-        key: name of the trajectory.
         turn: the one that begins a new row.
         compared_with: the turn that holds the longest beginning of its prompt; the turn before,
             where nothing is shared.

@@ -35,13 +35,7 @@ from turnstream.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The groups of a batch.
-
-    Attributes:
-        chosen_at: id of the BatchDue event.
-        groups: in the run's order.
-        masked_versions: ascending; no token that one of them sampled is trained.
-    """
+    """The groups of a batch in the run's order, chosen at a BatchDue event."""
 
     chosen_at: str
     groups: tuple[ReadyGroup, ...]
@@ -49,12 +43,7 @@ class Choice:
 
 
 class Selector:
-    """Chooses the groups of one batch after another. Applying an event again changes nothing.
-
-    Attributes:
-        choice: for the next batch; None while there is none.
-        versions: as they were announced.
-    """
+    """Chooses the groups of one batch after another. Applying an event again changes nothing."""
 
     def __init__(self, config: BatchingConfig) -> None:
         self.choice: Choice | None = None

@@ -1,28 +1,9 @@
 """Advantages: how good every trajectory was, compared with the others of its group.
 
-There is one number per trajectory, with gigpo one per turn. R is the reward of a trajectory, a
-group is a visit of a prompt, n counts its members. All numbers are float64::
-
-    grpo                   (R - mean) / (std + 1e-6), std over n - 1 (arXiv:2402.03300)
-    grpo_population        the same, std over n
-    grpo_leave_one_out     mean and std of the other members; divided only where that std is not 0
-    dr_grpo                R - mean (arXiv:2503.20783)
-    rloo                   R - mean of the other members (arXiv:2402.14740)
-    maxrl                  (R - mean) / (mean + 1e-6), rewards of 0 and more
-    opo                    R - sum(w * R) / sum(w), the baseline of least variance where w is the
-                           squared norm of the gradient of log p; w are the trained tokens
-                           (arXiv:2505.23585), or a metric that the generator computes
-    gigpo                  grpo, or dr_grpo, of the trajectory and of each turn among those of its
-                           group that began in the same state (arXiv:2505.10978): see `gigpo`
-    pass_at_k              what R adds to the best of k samples: see `_pass_at_k` (arXiv:2505.15201)
-    remax                  R - R of the greedy sample, which is not trained (arXiv:2310.10505)
-    gdpo                   sum over named rewards of weight * grpo, then over the batch
-                           (A - mean) / (std + 1e-6), std over n - 1 (arXiv:2601.05242)
-    reinforce_pp           R, whitened over the trained tokens of the batch; gamma is 1, so every
-                           token has the same return (arXiv:2501.03262)
-    reinforce_pp_baseline  R - mean, then whitened likewise
-    gae                    0: the trainer estimates one per token, from the values of its critic
-                           (`token_advantages.gae`)
+There is one number per trajectory, with gigpo one per turn. All numbers are float64. The table in
+docs/advantages.md defines the estimators. In grpo_leave_one_out, only a std above 0 divides. With
+opo, w are the trained tokens, or a metric that the generator computes: the baseline has the least
+variance where w is the squared norm of the gradient of log p.
 
 The advantage in a group of one is 0, or its raw reward by setting. Equal rewards give exactly 0.
 Any result can be whitened over the trained tokens of the batch in the same way (`normalize`).

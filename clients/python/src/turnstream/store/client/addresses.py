@@ -22,8 +22,6 @@ class HttpAddress:
 
     Attributes:
         base_url: its address, without the key, and without a slash at the end.
-        host: name or IP address.
-        port: TCP port.
         api_key: key of its requests; "" for none.
     """
 

@@ -41,12 +41,7 @@ def store_trouble(facts: Mapping[str, Any]) -> str:
 
 
 class Shortage(NamedTuple):
-    """The lack of bytes for a group.
-
-    Attributes:
-        is_full: steps of the trainer cannot end it.
-        why: for people.
-    """
+    """The lack of bytes for a group; it is full if steps of the trainer cannot end it."""
 
     is_full: bool
     why: str
@@ -62,7 +57,6 @@ class Bytes(NamedTuple):
         stored: held by sealed trajectories that are in no batch.
         planned: held by the batches of the run.
         needed: bytes of the next group, or usual bytes of a trajectory.
-        max_bytes: the setting of the run; 0 for no limit.
     """
 
     used: int = 0

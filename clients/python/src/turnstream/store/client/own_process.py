@@ -9,11 +9,9 @@ from turnstream.errors import RejectedError
 
 
 class OwnProcess:
-    """The process that made an object, which alone may use it: threads do not survive `fork`.
+    """The process that made `what`, which alone may use it: threads do not survive `fork`.
 
-    Args:
-        what: the object, in errors.
-        remedy: how another process gets one of its own.
+    The `remedy` tells how another process gets one of its own.
     """
 
     __slots__ = ("_pid", "_remedy", "_what")

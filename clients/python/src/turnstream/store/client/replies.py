@@ -133,13 +133,7 @@ _REPLY: Final = re.compile(r"(?P<code>\S+) ?(?:\[(?P<fact>[^\]]*)\] ?)?(?P<messa
 
 
 class Refusal(NamedTuple):
-    """An error reply, in parts: see the table above.
-
-    Attributes:
-        code: first word of the reply.
-        fact: empty if the reply has none.
-        message: for people; names are encoded.
-    """
+    """An error reply in parts, see the table above; `fact` is empty if the reply has none."""
 
     code: str
     fact: str

@@ -55,12 +55,7 @@ class DamagedFieldError(CorruptRecordError):
 
 
 class StoredHash(NamedTuple):
-    """The fields of a hash, parsed one by one.
-
-    Attributes:
-        key: name of the hash.
-        fields: the stored values.
-    """
+    """The fields of the hash `key`, parsed one by one."""
 
     key: str
     fields: Mapping[bytes, bytes]

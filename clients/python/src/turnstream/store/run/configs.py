@@ -47,7 +47,6 @@ class Revisions:
 
     Attributes:
         in_force: number of the one that admission, leases and deadlines go by now.
-        stored: in order.
     """
 
     in_force: int

@@ -109,7 +109,6 @@ class OfferedTask:
     """The next task, which is not open yet.
 
     Attributes:
-        group: group of its trajectories.
         number: number of its prompt; 0 for a refill of a group without a prompt.
         payload: bytes of the prompt; empty without one.
         trajectory_ids: all samples of a new group, one of a refill.
@@ -128,12 +127,7 @@ class OfferedTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenTask:
-    """A task that a writer holds the leases of.
-
-    Attributes:
-        task: the task as it was offered.
-        epochs: the lease epoch of each trajectory that the writer holds.
-    """
+    """A task that a writer holds the leases of; `epochs` has the lease epoch of each trajectory."""
 
     task: OfferedTask
     epochs: dict[TrajectoryKey, int]
@@ -157,7 +151,6 @@ class NoTask(NamedTuple):
 
     Attributes:
         wake_id: an entry of the run's wake stream; a newer one may bring a task.
-        why: reason for people.
         is_exhausted: every prompt of the run is done.
     """
 

@@ -72,13 +72,7 @@ class LapsedWriter(NamedTuple):
 
 
 class KeptDeadLetters(NamedTuple):
-    """The dead letters of a run that are kept.
-
-    Attributes:
-        trajectories, events: their numbers.
-        newest: name of the trajectory, or id of the event, that was written last.
-        reason: why that one was set aside.
-    """
+    """The dead letters of a run: their numbers, and the name and reason of the newest."""
 
     trajectories: int
     events: int
@@ -92,7 +86,6 @@ class Durations(NamedTuple):
     Attributes:
         trainer_s: since the trainer session can have the step after the last stepped one.
         step_s: since that step is the next one that the run needs.
-        opened_s: since the last group was opened to train.
     """
 
     trainer_s: float | None = None
@@ -126,13 +119,11 @@ class WaitSnapshot:
         store_trouble: why the store takes no writes; empty if it does.
         budget: bytes of the run and of the server; `needed` is that of a trajectory.
         num_refills: granted attempts that no generator has taken.
-        newest_version: newest policy version; None before the first.
         untrained: (reason, trajectories) that ended untrained.
         members: samples that are waited for, a limited number.
         behind: ranks that have not asked for the step to train.
         num_ready: groups that are decided, and in no batch.
         num_waiting: groups that are not decided.
-        is_scanned: whether the ledger was scanned.
         num_unsealed: trajectories whose block ended without a seal.
         unseen_by: the observers that have not seen the oldest committed step.
         num_flat_groups: groups of the newest batch if all its advantages are 0; else 0.
