@@ -48,21 +48,12 @@ def test_metrics_of_steps_have_valid_names_groups_and_units() -> None:
     names = {metric.name for metric in METRICS}
     assert COLUMNS.keys() <= names
     assert {name for panel in PANELS for name, _ in panel.lines} <= names
-
-
-def test_values_that_are_no_numbers_are_skipped() -> None:
-    found = list(numbers({"step": 3, "kl": None, "figures": {"tags": {}}, "other": 1.0}))
-
-    assert [(metric.name, value) for metric, value in found] == [("step", 3.0)]
-
-
-def test_a_repeated_correction_has_the_declaration_of_the_first() -> None:
-    metric = declared("masked_share_tis_2")
-
-    assert metric is not None
-    assert metric.prometheus_name == "turnstream_trainer_masked_share_tis_2"
-    names = ["weight_tis", "weight_tis_2", "weight_tiss", "tis_2"]
-    assert undeclared(names) == ["tis_2", "weight_tiss"]
+    repeated = declared("masked_share_tis_2")
+    assert repeated is not None
+    assert repeated.prometheus_name == "turnstream_trainer_masked_share_tis_2"
+    assert undeclared(["weight_tis_2", "weight_tiss", "tis_2"]) == ["tis_2", "weight_tiss"]
+    values = {"step": 3, "kl": None, "figures": {"tags": {}}, "other": 1.0}
+    assert [(metric.name, value) for metric, value in numbers(values)] == [("step", 3.0)]
 
 
 def test_the_page_has_a_table_of_each_service() -> None:

@@ -39,6 +39,8 @@ def test_flops_of_a_step_are_those_that_torch_counts(is_tied: bool) -> None:
 
     # Norms are in the parameters, and no matrix products; the first layer has no input gradient.
     assert counted == pytest.approx(counter.get_total_flops(), rel=0.02)
+    use = DeviceUse(model).lap(num_tokens=10, squared_lengths=100, step_s=1.0)
+    assert use == {"mfu": None, "peak_gpu_bytes": None}  # without CUDA
 
 
 def test_shape_has_the_width_of_the_heads_not_of_the_model() -> None:
@@ -76,15 +78,6 @@ def test_shape_has_the_width_of_the_heads_not_of_the_model() -> None:
 )
 def test_peak_of_a_device_is_found_by_whole_words(device: str, peak: float | None) -> None:
     assert peak_flops(device) == peak
-
-
-def test_without_cuda_the_use_of_the_device_is_null() -> None:
-    use = DeviceUse(make_model(is_tied=False))
-
-    assert use.lap(num_tokens=10, squared_lengths=100, step_s=1.0) == {
-        "mfu": None,
-        "peak_gpu_bytes": None,
-    }
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.console.plots import find_metrics, read_metrics
+from turnstream_server.console.plots import read_metrics
 from turnstream_server.trainer.reporting.plot import draw, plot_metrics, running_mean
 
 AWAY = "redis://127.0.0.1:1"
@@ -37,14 +37,6 @@ def write(path: Path, steps: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-def test_plot_is_an_image_of_the_size_of_a_page(tmp_path: Path) -> None:
-    out = tmp_path / "plot.png"
-
-    plot_metrics([step(1)], out, title="a $title [x")
-
-    assert imread(out).shape[:2] == (975, 1500)
-
-
 def test_lines_have_the_values_of_the_steps_and_gaps_for_null() -> None:
     steps = [step(4, kl=None), step(5, loss=None, kl=None), step(6, kl=None)]
 
@@ -64,11 +56,13 @@ def test_lines_have_the_values_of_the_steps_and_gaps_for_null() -> None:
     ]
 
 
-def test_long_run_has_its_mean_over_as_many_steps_as_named() -> None:
+def test_long_run_is_an_image_with_its_mean_over_named_steps(tmp_path: Path) -> None:
     steps = [step(number) for number in range(1, 101)]
 
+    plot_metrics(steps, tmp_path / "plot.png", title="a $title [x")
     figure = draw(steps, title="")
 
+    assert imread(tmp_path / "plot.png").shape[:2] == (975, 1500)
     thin, thick, _ = figure.axes[0].lines
     assert thin.get_linewidth() < thick.get_linewidth()
     means = running_mean([each["reward_mean"] for each in steps], 5)
@@ -99,25 +93,15 @@ def test_metrics_are_found_in_a_folder_a_job_or_a_file(source: str, tmp_path: Pa
     assert found == (str(path), [step(1)])
 
 
-def test_a_folder_without_metrics_is_named_with_the_files_it_lacks(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfigError) as caught:
-        find_metrics(str(tmp_path), redis_url=AWAY)
-
-    assert caught.value.field == "FOLDER_OR_RUN"
-    assert f"{tmp_path}/metrics.jsonl or {tmp_path}/trainer/metrics.jsonl" in str(caught.value)
-
-
-@pytest.mark.parametrize("source", ["nothing", "no/such folder"])
-def test_words_that_name_nothing_are_refused_with_the_store(source: str) -> None:
-    words = f"^FOLDER_OR_RUN: '{source}' is neither a folder nor a run of redis://127.0.0.1:1: "
-
-    with pytest.raises(InvalidConfigError, match=words):
-        find_metrics(source, redis_url=AWAY)
-
-
-def test_a_file_without_a_complete_step_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": ')
-
-    with pytest.raises(InvalidConfigError, match="has no complete step yet"):
-        read_metrics(str(path), redis_url=AWAY)
+def test_source_without_metrics_is_refused_with_the_places_that_were_read(tmp_path: Path) -> None:
+    incomplete = tmp_path / "incomplete.jsonl"
+    incomplete.write_text('{"step": ')
+    away = "is neither a folder nor a run of redis://127.0.0.1:1: "
+    for source, words in (
+        (tmp_path, f"{tmp_path}/metrics.jsonl or {tmp_path}/trainer/metrics.jsonl"),
+        (incomplete, "has no complete step yet"),
+        ("nothing", f"'nothing' {away}"),
+        ("no/such folder", f"'no/such folder' {away}"),
+    ):
+        with pytest.raises(InvalidConfigError, match=f"^FOLDER_OR_RUN: .*{words}"):
+            read_metrics(str(source), redis_url=AWAY)

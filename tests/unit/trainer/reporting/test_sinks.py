@@ -67,21 +67,17 @@ def test_a_signal_passes_through_the_sinks() -> None:
         Sinks([Interrupted()]).write(1, {"step": 1})
 
 
-def test_a_key_that_is_not_declared_is_a_warning(tmp_path: Path) -> None:
+def test_values_of_a_step_are_declared_and_finite_or_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = {"step": 1, "loss": math.nan, "ratio": math.inf, "entropy": -math.inf}
     with (
-        Sinks([JsonLines(tmp_path / "metrics.jsonl")]) as sinks,
+        Sinks([JsonLines(path)]) as sinks,
         pytest.warns(UserWarning, match="not declared: entrpy, zzz"),
     ):
-        sinks.write(1, {"step": 1, "zzz": 0.0, "entrpy": 0.5})
+        sinks.write(1, {**metrics, "zzz": 0.0, "entrpy": 0.5})
 
-
-def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with Sinks([JsonLines(path)]) as sinks:
-        sinks.write(1, {"step": 1, "loss": math.nan, "ratio": math.inf, "entropy": -math.inf})
-
-    found = json.loads(path.read_text())
-    assert found == {"step": 1, "loss": None, "ratio": None, "entropy": None}
+    found = {"step": 1, "loss": None, "ratio": None, "entropy": None, "zzz": 0.0, "entrpy": 0.5}
+    assert json.loads(path.read_text()) == found
 
 
 def test_lines_of_a_restart_replace_their_step_and_all_after_it(tmp_path: Path) -> None:
@@ -98,7 +94,7 @@ def test_lines_of_a_restart_replace_their_step_and_all_after_it(tmp_path: Path) 
     ]
 
 
-def test_a_refused_sink_closes_those_opened_before_it(tmp_path: Path) -> None:
+def test_sinks_of_the_settings_alone_are_opened_and_closed_on_errors(tmp_path: Path) -> None:
     # Else the values of a run would be shown twice.
     config = TrainerConfig(run="r", folder=tmp_path, metrics_listen="127.0.0.1:0", wandb="p")
     (tmp_path / "wandb-id").mkdir()  # no file of an id
@@ -107,10 +103,7 @@ def test_a_refused_sink_closes_those_opened_before_it(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="wandb-id"), open_sinks(config, from_step=0):
             pass
     assert not any(isinstance(each, Prometheus) for each in REGISTRY._collector_to_names)
-
-
-def test_nothing_is_opened_without_its_option(tmp_path: Path) -> None:
-    with open_sinks(TrainerConfig(run="r", folder=tmp_path / "t"), from_step=0) as sinks:
+    other = TrainerConfig(run="r", folder=tmp_path / "t")
+    with open_sinks(other, from_step=0) as sinks:
         sinks.write(1, {"step": 1})
-
     assert [path.name for path in (tmp_path / "t").iterdir()] == ["metrics.jsonl"]
