@@ -13,8 +13,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.fullness import Bytes
 from turnstream.store.run.configs import open_run
 from turnstream_server.console.store_client import store_client
-from turnstream_server.ledger.queries.ledger import TOP_REASONS
-from turnstream_server.ledger.queries.ledger_facts import ledger_facts
+from turnstream_server.ledger.queries.ledger import TOP_REASONS, ledger_facts
 from turnstream_server.ledger.queries.trajectory_history import read_history
 from turnstream_server.screen import cell_text, make_table, time_text
 

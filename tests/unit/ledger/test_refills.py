@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from turnstream.errors import ConflictError, RejectedError
 from turnstream.types import TrajectoryKey
-from turnstream_server.ledger.planning.refills import RefillFacts, grant
+from turnstream_server.ledger.planning.groups import RefillFacts, grant
 from turnstream_server.ledger.planning.settling import GroupState
 
 

@@ -60,7 +60,7 @@ ROUND_SLICE: Final = 1_000
 release of payload, whose bytes are counted."""
 
 PAGE: Final = 500
-"""Entries of the ledger that one call reads."""
+"""Ended trajectories whose payload is deleted before they are noted."""
 
 
 class Releaser:
@@ -242,23 +242,12 @@ class Releaser:
         if loop.time() < self._search_from_s and not is_worth_it:
             return True
         started_s = loop.time()
-        new = await self._find_ended() if num_new > 0 else {}
+        found = await find_ended(self._client, self._run) if num_new > 0 else {}
+        new = {name: entry for name, entry in found.items() if name not in self._ended}
         foldable = await self._foldable([*self._ended, *new])
         self._search_from_s = loop.time() + SEARCH_REST * (loop.time() - started_s)
         await self._release_new(new)
         return await self._fold_slices(foldable, state, least=least) or num_new > 0
-
-    async def _find_ended(self) -> dict[str, str]:
-        """Return the ledger entries of untrained trajectories that were not found before."""
-        new: dict[str, str] = {}
-        cursor = "0"
-        while True:
-            cursor, found = await find_ended(
-                self._client, self._run, cursor=cursor, num_entries=PAGE
-            )
-            new |= {name: found[name] for name in found if name not in self._ended}
-            if cursor == "0":
-                return new
 
     async def _release_new(self, new: dict[str, str]) -> None:
         names = list(new)

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.withdrawing import state_before, with_planned_reward
-from turnstream.batching.merge.plan import TrajectoryPlan
+from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import ConflictError, RecordError
 from turnstream.records.snapshots import PlannerSnapshot, encode_snapshot
 from turnstream.types import SealedTrajectory, TrajectoryKey
@@ -60,22 +59,18 @@ async def answer_replan(
     return True
 
 
-def plans_of(
-    batches: Sequence[PlannedBatch],
-) -> dict[TrajectoryKey, tuple[TrajectoryPlan, BatchingConfig]]:
-    """Return the trajectories of batches with their configs.
+def check_size(manifests: Sequence[Manifest]) -> None:
+    """Check that plans have at most MAX_WITHDRAWN trajectories.
 
     Raises:
-        ConflictError: they have more than MAX_WITHDRAWN trajectories.
+        ConflictError: they have more.
     """
-    groups = [(group, batch.config) for batch in batches for group in batch.manifest.groups]
-    plans = {each.key: (each, config) for group, config in groups for each in group.trajectories}
-    if len(plans) > MAX_WITHDRAWN:
+    number = sum(each.num_trajectories for each in manifests)
+    if number > MAX_WITHDRAWN:
         raise ConflictError(
-            f"{len(plans)} trajectories are planned from step {batches[0].manifest.step} on, and "
-            f"at most {MAX_WITHDRAWN} are planned again: continue in a fork (`turnstream run fork`)"
+            f"{number} trajectories are planned from step {manifests[0].step} on, and at most "
+            f"{MAX_WITHDRAWN} are planned again: continue in a fork (`turnstream run fork`)"
         )
-    return plans
 
 
 async def _prepare(
@@ -92,8 +87,9 @@ async def _prepare(
             batches.append(batch)
     if not dead:
         raise ConflictError(f"no payload after step {frontier.stepped} is damaged")
-    members = await _read_members(term, batches, dead)
     manifests = [batch.manifest for batch in batches]
+    check_size(manifests)
+    members = await _read_members(term, batches, dead)
     before = replace(
         known,
         step=manifests[0].step - 1,
@@ -110,7 +106,8 @@ async def _read_members(
     term: Term, batches: Sequence[PlannedBatch], dead: dict[TrajectoryKey, str]
 ) -> dict[TrajectoryKey, SealedTrajectory]:
     """Return the trajectories as they were sealed; add those without a seal to `dead`."""
-    plans = plans_of(batches)
+    groups = [(group, batch.config) for batch in batches for group in batch.manifest.groups]
+    plans = {each.key: (each, config) for group, config in groups for each in group.trajectories}
     intact = [key for key in plans if key not in dead]
     members: dict[TrajectoryKey, SealedTrajectory] = {}
     for key, seal in (await read_seals(term.client, term.run, intact)).items():

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections import OrderedDict
+import logging
+import time
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import redis.asyncio
 
 from turnstream.batching.config import BatchingConfig
+from turnstream.batching.planning.plan_batch import event_order
 from turnstream.errors import (
     BatcherUnavailableError,
     EndOfRunError,
@@ -22,13 +25,62 @@ from turnstream.records.configs import decode_config
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.run.configs import read_config_async
+from turnstream.types import Event, SealedTrajectory, TrajectoryAbandoned, TrajectoryDied
 from turnstream.types.names import RunId
 from turnstream_server.batcher.assembly.shares import PlannedBatch
-from turnstream_server.batcher.planner.ingested import Ingested
 from turnstream_server.ledger.core.frontier import Frontier, not_retained, read_frontier_async
 from turnstream_server.ledger.planning.manifests import read_manifest
 
+logger = logging.getLogger(__name__)
+
 _MANIFESTS_KEPT: Final = 8
+
+_OUTCOMES: Final[dict[type[object], str]] = {
+    SealedTrajectory: "sealed",
+    TrajectoryAbandoned: "abandoned",
+    TrajectoryDied: "died",
+}
+
+
+class Ingested:
+    """Counts of one run in one process; each event counts once, in any number of terms.
+
+    Attributes:
+        outcomes: trajectories by "sealed", "abandoned" and "died".
+        num_turns, num_tokens, num_bytes: totals of the sealed ones.
+    """
+
+    def __init__(self, run: str) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.num_turns = 0
+        self.num_tokens = 0
+        self.num_bytes = 0
+        self._run = run
+        self._through: tuple[int, ...] | None = None
+
+    def begin(self, *, epoch: int) -> None:
+        """Begin a term with this epoch; earlier leaders have counted what was written before."""
+        if self._through is None:
+            self._through = (0, 0) if epoch == 1 else (int(time.time() * 1000), 0)
+
+    def count(self, event_id: str, event: Event) -> None:
+        """Count an event that ends a trajectory."""
+        outcome = _OUTCOMES.get(type(event))
+        if outcome is None or self._through is None:
+            return
+        order = event_order(event_id)
+        if order <= self._through:
+            return
+        self._through = order
+        self.outcomes[outcome] += 1
+        if isinstance(event, SealedTrajectory):
+            self.num_turns += len(event.turns)
+            self.num_tokens += sum(turn.num_tokens for turn in event.turns)
+            self.num_bytes += event.num_payload_bytes
+        if logger.isEnabledFor(logging.DEBUG):
+            assert isinstance(event, SealedTrajectory | TrajectoryAbandoned | TrajectoryDied)
+            trajectory = event.key.trajectory_id
+            logger.debug(outcome, extra={"run": self._run, "trajectory": trajectory})
 
 
 async def _no_reasons(_: str) -> list[WaitReason]:

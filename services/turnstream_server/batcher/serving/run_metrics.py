@@ -28,9 +28,8 @@ from turnstream.store.waits.read_waits import parse_waits, waits_command
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.store.waits.wait_snapshot import WaitSnapshot
 from turnstream_server.batcher.assembly.assembler import Assembler
-from turnstream_server.batcher.planner.ingested import Ingested
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
-from turnstream_server.batcher.planner.runs import RunView
+from turnstream_server.batcher.planner.runs import Ingested, RunView
 from turnstream_server.batcher.serving.health import StoreHealth
 from turnstream_server.batcher.serving.registry import RunRegistry
 from turnstream_server.ledger.planning.manifests import read_plan

@@ -24,13 +24,18 @@ from turnstream.store.waits.wait_snapshot import KeptDeadLetters
 from turnstream.types import Event, StoredTurn
 from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.run_script import RunScript
-from turnstream_server.ledger.core.scan import entry_ms, hash_fields, stream_entries
+from turnstream_server.ledger.core.scan import (
+    PAGE,
+    entry_ms,
+    hash_fields,
+    hash_pages,
+    stream_entries,
+)
 from turnstream_server.ledger.release.release import release_command
 
 OVER_LIMIT: Final = " above max_dead_bytes"
 """Added to the reason of a dead letter that a release discarded."""
 
-_PAGE: Final = 1_000
 _SLICE: Final = 64
 
 _DISCARD: Final = RunScript("discard_dead_letter", "admin", "ledger dead_letters counts wake")
@@ -184,14 +189,8 @@ def discard_event(client: redis.Redis, run: str, event_id: str) -> bool:
 async def discard_oldest(client: redis.asyncio.Redis, run: str, *, max_bytes: int) -> int:
     """Discard the oldest dead trajectories above `max_bytes`; return their number."""
     kept: dict[bytes, tuple[int, int]] = {}
-    cursor = 0
-    while True:
-        with translating():
-            page: Any = await client.hscan(keys.run_keys(run).dead_letters, cursor, count=_PAGE)
-        cursor, values = page
-        kept |= {name: _since_and_bytes(value) for name, value in values.items()}
-        if cursor == 0:
-            break
+    async for page in hash_pages(client, keys.run_keys(run).dead_letters):
+        kept |= {name: _since_and_bytes(value) for name, value in page.items()}
     num_bytes = sum(size for _, size in kept.values())
     commands: list[Command] = []
     for name in sorted(kept, key=lambda name: kept[name]):
@@ -225,9 +224,9 @@ def _read_trajectories(
 ) -> list[DeadLetter]:
     """Return dead trajectories, without those that were discarded after `letters` was read."""
     ids, entries = list(letters), list[Any]()
-    for start in range(0, len(ids), _PAGE):
+    for start in range(0, len(ids), PAGE):
         with translating():
-            page: Any = client.hmget(names.ledger, ids[start : start + _PAGE])
+            page: Any = client.hmget(names.ledger, ids[start : start + PAGE])
         entries += page
     found: list[DeadLetter] = []
     for (name, value), entry in zip(letters.items(), entries, strict=True):

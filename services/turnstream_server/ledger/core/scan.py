@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import redis
@@ -133,6 +133,18 @@ def hash_fields(client: redis.Redis, name: str) -> Iterator[tuple[str, bytes]]:
                 with reading(name):
                     text = field.decode()
                 yield text, value
+        if cursor == 0:
+            return
+
+
+async def hash_pages(client: redis.asyncio.Redis, name: str) -> AsyncIterator[dict[bytes, bytes]]:
+    """Yield the fields of a hash in pages; a field of a growing hash may be in two of them."""
+    cursor = 0
+    while True:
+        with translating():
+            page: Any = await client.hscan(name, cursor, count=PAGE)
+        cursor, fields = page
+        yield fields
         if cursor == 0:
             return
 

@@ -69,9 +69,6 @@ async def park_leadership(term: Term, position: Position) -> bool:
 
     Returns:
         False where something in the run can expire.
-
-    Raises:
-        FencedError: another planner leads the run.
     """
     known = keys.run_keys(term.run)
     fields, observers, now = await read_facts(
@@ -82,11 +79,7 @@ async def park_leadership(term: Term, position: Position) -> bool:
 
 
 async def note_trouble(term: Term, what: Trouble, trouble: str, *, owner: str) -> bool:
-    """Record why a leader cannot work, "" once it is solved; False after the end of its term.
-
-    Raises:
-        FencedError: another planner leads the run.
-    """
+    """Record why a leader cannot work, "" once it is solved; False after the end of its term."""
     changes = Changes()
     changes.expect("leader", "owner", owner.encode())
     if trouble:

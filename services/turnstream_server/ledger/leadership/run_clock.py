@@ -89,11 +89,7 @@ class RunClock:
         self._written: ClockFacts | None = None
 
     async def tick(self, *, server_ms: int, own_s: float) -> None:
-        """Write the time of the run to the store; `server_ms` and `own_s` are of one moment.
-
-        Raises:
-            FencedError: another planner leads the run.
-        """
+        """Write the time of the run to the store; `server_ms` and `own_s` are of one moment."""
         ms = None if self._ms is None else self._ms + self._since_ms(own_s)
         own_ms = None if ms is None else int(ms)
         tick = Tick(own_ms, server_ms, round(self._most_s * 1_000))

@@ -28,11 +28,7 @@ _FACTS: Final = ("position", "step", "withdrawn_at")
 
 
 async def save_snapshot(term: Term, *, position: str, step: int, record: bytes) -> None:
-    """Save the planner's state after the event `position` and the plan of `step`, unless late.
-
-    Raises:
-        FencedError: another planner leads the run.
-    """
+    """Save the planner's state after the event `position` and the plan of `step`, unless late."""
     snapshot = keys.run_keys(term.run).snapshot
 
     async def read() -> Any:
@@ -76,9 +72,6 @@ async def trim_events(term: Term) -> int:
     """Remove some events before the last snapshot but one; return their number.
 
     Other readers need the newer ones. The ids of rejected events are removed with their events.
-
-    Raises:
-        FencedError: another planner leads the run.
     """
     known = keys.run_keys(term.run)
     before, oldest = await read_facts(

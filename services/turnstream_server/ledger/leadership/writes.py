@@ -211,9 +211,6 @@ async def read_facts(term: Term, *commands: Sequence[Argument]) -> list[Any]:
     """Return the replies of commands that read, in order.
 
     Not as of one moment: a full server refuses transactions, and the write compares anyway.
-
-    Raises:
-        FencedError: another planner leads the run.
     """
     pipeline = term.client.pipeline(transaction=False)
     pipeline.execute_command("HGET", keys.run_keys(term.run).leader, "epoch")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import redis.asyncio
 
@@ -15,6 +14,7 @@ from turnstream.store.client.replies import translating
 from turnstream.store.run import clock
 from turnstream.store.run.configs import Revision, Revisions, parse_revisions
 from turnstream.types import BatchDue, ConfigRevised, RunFinished
+from turnstream_server.ledger.core.scan import hash_pages
 from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import (
     Changes,
@@ -25,9 +25,6 @@ from turnstream_server.ledger.leadership.writes import (
     write_decision,
     write_without_facts,
 )
-
-DEADLINE_SLICE: Final = 1_000
-"""Groups of one call that get a deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +48,6 @@ async def announce_due(term: Term, due: BatchDue) -> str:
 
     The newest event may be that of an earlier call, whose reply was lost. The fold takes the
     first of several events of a step.
-
-    Raises:
-        FencedError: another planner leads the run.
     """
     record = encode_event(due)
     events = keys.run_keys(term.run).events
@@ -81,7 +75,6 @@ async def announce_revision(term: Term, revised: ConfigRevised) -> bool:
 
     Raises:
         ConflictError: no such revision, or the step before its first is not planned.
-        FencedError: another planner leads the run.
     """
     is_new = False
 
@@ -141,11 +134,7 @@ def put_in_force(facts: RevisionFacts, revised: ConfigRevised) -> Changes:
 
 
 async def finish_run(term: Term, *, step: int, position: str) -> bool:
-    """Finish a run after its last step, if it is closed and has no events after `position`.
-
-    Raises:
-        FencedError: another planner leads the run.
-    """
+    """Finish a run after its last step, if it is closed and has no events after `position`."""
     frontier = keys.run_keys(term.run).frontier
     ((closed, finished),) = await read_facts(term, ("HMGET", frontier, "closed", "finished"))
     if finished == b"1" or closed != b"1":
@@ -194,22 +183,12 @@ async def _start_deadlines(term: Term, deadline_s: float) -> None:
     known = keys.run_keys(term.run)
     fields, now = await read_facts(term, ("HMGET", known.clock, *clock.FIELDS), ("TIME",))
     due_ms = clock.run_ms(fields, now_ms=time_ms(now)) + int(deadline_s * 1_000)
-    cursor = b"0"
-    while True:
-        (page,) = await read_facts(term, ("HSCAN", known.groups, cursor, "COUNT", DEADLINE_SLICE))
-        cursor, fields = page
-        entries = fields.items() if isinstance(fields, dict) else _pairs(fields)
+    async for page in hash_pages(term.client, known.groups):
         words: list[str | int] = []
-        for name, entry in entries:
+        for name, entry in page.items():
             if entry.endswith((b":open", b":evaluating")):
                 words += (due_ms, f"group:{name.decode()}")
         if words:
             changes = Changes()
             changes.write("ZADD", "deadlines", "NX", *words)
             await write_without_facts(term, changes)
-        if int(cursor) == 0:
-            return
-
-
-def _pairs(words: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    return list(zip(words[::2], words[1::2], strict=True))

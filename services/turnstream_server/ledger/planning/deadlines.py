@@ -60,7 +60,6 @@ async def fire_deadlines(term: Term, *, run_ms: int) -> int:
 
     Raises:
         CorruptRecordError: the entry of a group in `members` is damaged.
-        FencedError: another planner leads the run.
     """
     known = keys.run_keys(term.run)
     while True:

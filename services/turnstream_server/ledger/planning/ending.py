@@ -46,9 +46,6 @@ async def read_attempts(
 
     A restarted store may have lost an attempt before a known one, so all of them are read. In a
     group of more than ALL_READ, an attempt is read if the one before it was opened.
-
-    Raises:
-        FencedError: another planner leads the run.
     """
     found: list[Attempt] = []
     samples: Sequence[int] = range(num_samples)
@@ -67,11 +64,7 @@ async def read_attempts(
 
 
 async def read_trajectories(term: Term, ids: Sequence[str]) -> list[Attempt]:
-    """Return some trajectories, a slice of ALL_READ in each round trip.
-
-    Raises:
-        FencedError: another planner leads the run.
-    """
+    """Return some trajectories, a slice of ALL_READ in each round trip."""
     known = keys.run_keys(term.run)
     found: list[Attempt] = []
     for start in range(0, len(ids), ALL_READ):

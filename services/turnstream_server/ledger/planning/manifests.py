@@ -80,11 +80,7 @@ async def write_manifest(term: Term, stored: StoredManifest) -> bool:
 
 
 async def finish_marking(term: Term) -> None:
-    """Mark the groups of a plan that an earlier leader wrote and did not mark to the end.
-
-    Raises:
-        FencedError: another planner leads the run.
-    """
+    """Mark the groups of a plan that an earlier leader wrote and did not mark to the end."""
     (marking,) = await read_facts(term, ("HGET", keys.run_keys(term.run).frontier, "marking"))
     if marking is None:
         return

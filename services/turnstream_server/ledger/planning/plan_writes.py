@@ -86,11 +86,7 @@ def slices_of(manifest: Manifest) -> list[Sequence[GroupPlan]]:
 
 
 async def read_step(term: Term, step: int) -> StepFacts:
-    """Return the facts of a step.
-
-    Raises:
-        FencedError: another planner leads the run.
-    """
+    """Return the facts of a step."""
     known = keys.run_keys(term.run)
     values, (before, of_step), revision, now = await read_facts(
         term,
@@ -123,7 +119,6 @@ async def read_decided_groups(
     Raises:
         ConflictError: `is_new`, and a trajectory is not sealed, or a group is finished.
         CorruptRecordError: the entry of a group in `members` is damaged.
-        FencedError: another planner leads the run.
         StoreUnavailableError: the facts of a group changed each time.
     """
     for _ in range(MAX_TRIES):

@@ -102,7 +102,6 @@ async def read_group_states(term: Term, named: Mapping[str, Collection[str]]) ->
 
     Raises:
         CorruptRecordError: the entry of a group in `members` is damaged.
-        FencedError: another planner leads the run.
     """
     known = keys.run_keys(term.run)
     columns = await read_facts(

@@ -39,7 +39,6 @@ async def mark_dead(term: Term, died: TrajectoryDied) -> bool:
 
     Raises:
         ConflictError: it is not sealed, or already in a batch.
-        FencedError: another planner leads the run.
     """
     known, name = keys.run_keys(term.run), keys.trajectory_id(died.key)
 
@@ -56,11 +55,7 @@ async def mark_dead(term: Term, died: TrajectoryDied) -> bool:
 
 
 async def reject_events(term: Term, rejections: Sequence[Rejection]) -> None:
-    """Reject events, each once. They, or their trajectories, become dead letters.
-
-    Raises:
-        FencedError: another planner leads the run.
-    """
+    """Reject events, each once. They, or their trajectories, become dead letters."""
     for start in range(0, len(rejections), REJECT_SLICE):
         some = rejections[start : start + REJECT_SLICE]
         await write_decision(

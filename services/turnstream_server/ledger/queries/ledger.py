@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import redis
@@ -17,7 +17,7 @@ from turnstream.store.client.scripts import Command
 from turnstream.store.client.stored_values import StoredHash, damaged, parsed_number, reading
 from turnstream.store.run.configs import read_config
 from turnstream.store.run.runs import newest_version
-from turnstream.store.run.tasks import PromptCounts, read_prompt_counts
+from turnstream.store.run.tasks import read_prompt_counts
 from turnstream.types import TrajectoryState, VersionAnnounced
 from turnstream_server.ledger.core.frontier import Frontier, read_frontier
 from turnstream_server.ledger.core.run_script import RunScript
@@ -156,54 +156,49 @@ def parse_ledger(run: str, reply: list[Any]) -> LedgerCounts:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateFacts:
-    """The trajectories of one state, their reasons by frequency, and their bytes in the store."""
+def ledger_facts(client: redis.Redis, run: str) -> dict[str, Any]:
+    """Return the states of a run's trajectories in plain values, with counts, reasons and bytes.
 
-    state: TrajectoryState
-    count: int
-    reasons: tuple[tuple[str, int], ...]
-    held_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerStates:
-    """A run's ledger by the states that occur; its parts are read one after the other."""
-
-    run: str
-    frontier: Frontier
-    counts: LedgerCounts
-    states: tuple[StateFacts, ...]
-    prompts: PromptCounts
-    budget: Bytes
-
-
-def read_states(client: redis.Redis, run: str) -> LedgerStates:
-    """Return the ledger of a run by state.
+    The parts are read one after the other.
 
     Raises:
+        LedgerMismatchError: the states do not add up.
         CorruptRecordError: a field is damaged; names its key.
     """
     frontier = read_frontier(client, run)
     reasons, held_bytes = _read_entries(client, run, frontier)
     counts = read_ledger(client, run)
-    return LedgerStates(
-        run=run,
-        frontier=frontier,
-        counts=counts,
-        states=tuple(
-            StateFacts(
-                state=state,
-                count=count,
-                reasons=tuple(sorted(reasons[state].items(), key=lambda each: (-each[1], each[0]))),
-                held_bytes=held_bytes[state],
-            )
+    counts.check()
+    prompts = read_prompt_counts(client, run)
+    budget = read_budget(client, run)
+    return {
+        "run": run,
+        "accepted": counts.accepted,
+        "conflicts": counts.num_conflicts,
+        "last_conflict": counts.last_conflict,
+        "late_rewards": counts.num_late_rewards,
+        **{name: getattr(frontier, name) for name in ("planned", "stepped", "committed")},
+        "lineage": frontier.lineage,
+        "rollbacks": [each._asdict() for each in frontier.rollbacks],
+        "origin": None if frontier.origin is None else asdict(frontier.origin),
+        "states": {
+            state.value: {
+                "count": count,
+                "reasons": dict(
+                    sorted(reasons[state].items(), key=lambda each: (-each[1], each[0]))
+                ),
+                "held_bytes": held_bytes[state],
+            }
             for state, count in counts.by_state.items()
             if count
-        ),
-        prompts=read_prompt_counts(client, run),
-        budget=read_budget(client, run),
-    )
+        },
+        "prompts": {
+            name: getattr(prompts, f"num_{name}")
+            for name in ("added", "left", "given", "trained", "filtered")
+        },
+        "budget": budget._asdict(),
+        "full": budget.why_full,
+    }
 
 
 def _read_entries(

@@ -28,6 +28,7 @@ from turnstream.store.client.run_ids import no_such_run
 from turnstream.store.client.scripts import Command, Script, run_commands_async
 from turnstream.store.run.configs import read_config_async
 from turnstream_server.failpoints import failpoint
+from turnstream_server.ledger.core.scan import hash_pages
 from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import (
     Changes,
@@ -192,7 +193,6 @@ async def compact_batches(term: Term, manifests: Sequence[Manifest]) -> None:
 
     Raises:
         ConflictError: a step is not released.
-        FencedError: another planner leads the run.
     """
     parts = (part for manifest in manifests for part in _parts(manifest))
     for some in _in_slices(parts, lambda part: len(part.names)):
@@ -259,16 +259,14 @@ async def _read_folded(term: Term) -> FoldedFacts:
     return FoldedFacts(released=released, folded=folded, snapshot_step=snapshot_step)
 
 
-async def find_ended(
-    client: redis.asyncio.Redis, run: str, *, cursor: str, num_entries: int
-) -> tuple[str, dict[str, str]]:
-    """Return the untrained trajectories in a part of the ledger, and the next cursor, or "0"."""
-    ledger = keys.run_keys(run).ledger
-    with translating():
-        page: Any = await client.hscan(ledger, int(cursor), count=num_entries)
-    next_cursor, entries = page
-    ended = {name: entry for name, entry in entries.items() if has_ended(entry)}
-    return str(next_cursor), {name.decode(): ended[name].decode() for name in ended}
+async def find_ended(client: redis.asyncio.Redis, run: str) -> dict[str, str]:
+    """Return the ledger entries of the untrained trajectories."""
+    return {
+        name.decode(): entry.decode()
+        async for page in hash_pages(client, keys.run_keys(run).ledger)
+        for name, entry in page.items()
+        if has_ended(entry)
+    }
 
 
 async def finished_groups(
@@ -294,7 +292,6 @@ async def compact_ended(
 
     Raises:
         ConflictError: `number` is not the next one, or a trajectory may still change.
-        FencedError: another planner leads the run.
     """
     written = await write_decision(
         term,
