@@ -18,14 +18,18 @@ from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.planner.parking import ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
+from turnstream_server.batcher.planner.replanning import (
+    Withdrawal,
+    read_withdrawal,
+    withdraw,
+)
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP
 from turnstream_server.ledger.core.frontier import Withdrawn
 from turnstream_server.ledger.leadership.snapshots import save_snapshot
 from turnstream_server.ledger.leadership.writes import Difference, write, write_decision
-from turnstream_server.ledger.planning import replans
 from turnstream_server.ledger.planning.manifests import read_manifest, read_manifests
-from turnstream_server.ledger.planning.replans import Withdrawal, await_replan, request_replan
+from turnstream_server.ledger.planning.replans import answered, await_replan, request_replan
 from turnstream_server.ledger.planning.trajectories import note_damage
 
 
@@ -46,20 +50,20 @@ async def carry_out(run: Any, asked: Withdrawal) -> bool:
     """Withdraw plans as a leader does; return whether this call did it."""
     written = await write_decision(
         run.term,
-        lambda: replans.read_withdrawal(run.term, asked),
-        lambda facts: replans.withdraw(facts, asked),
+        lambda: read_withdrawal(run.term, asked),
+        lambda facts: withdraw(facts, asked),
     )
     return written is not None
 
 
-async def withdraw(run: Any, first: int, **changes: Any) -> None:
+async def withdraw_plans(run: Any, first: int, **changes: Any) -> None:
     """Ask for a withdrawal from a step on, and do it."""
     assert await carry_out(run, from_step(run, first, ask(run), **changes))
 
 
 async def refuse(run: Any, request: str) -> bool:
     """Refuse a request; return whether it was pending."""
-    found = await write(run.term, replans.answered(request, refused="all is well"))
+    found = await write(run.term, answered(request, refused="all is well"))
     return not isinstance(found, Difference)
 
 
@@ -72,7 +76,7 @@ async def test_plans_are_withdrawn_from_a_step_on_and_nothing_else_is(run: Any) 
     await run.client.hset(run.keys.payload_bytes, mapping=held)
     before = await run.hash_of("budget")
 
-    await withdraw(run, 3)
+    await withdraw_plans(run, 3)
 
     seen = run.read_frontier()
     assert (seen.planned, seen.stepped, seen.committed) == (2, 1, 1)
@@ -127,7 +131,7 @@ async def test_snapshot_of_a_withdrawal_stays_and_keeps_the_events_since_the_las
 ) -> None:
     await run.plan_steps(2)
     await run.client.hset(run.keys.snapshot, mapping={"position": known, "before": "3-1"})
-    await withdraw(run, 2, position="7-1")
+    await withdraw_plans(run, 2, position="7-1")
 
     await save_snapshot(run.term, position="7-1", step=2, record=b"late")
 
@@ -140,7 +144,7 @@ async def test_snapshot_of_a_withdrawal_stays_and_keeps_the_events_since_the_las
 async def test_next_plan_has_a_number_of_its_own_and_a_lower_id(run: Any) -> None:
     await run.plan_steps(2)
     async with run.full_server():
-        await withdraw(run, 1)
+        await withdraw_plans(run, 1)
     assert run.read_frontier().revision_of(2) == 1
     assert run.read_frontier().revision_of(3) == 0
 
@@ -150,7 +154,7 @@ async def test_next_plan_has_a_number_of_its_own_and_a_lower_id(run: Any) -> Non
         await run.open(group_id, num_sealed=2)
         await run.plan(group_id)
     again = await run.client.xrange(run.keys.plan)
-    await withdraw(run, 2)
+    await withdraw_plans(run, 2)
 
     assert await read_manifest(run.client, run.name, 1) == first
     assert [entry_id for entry_id, _ in again] == [b"1-1", b"2-1", b"3-0"]
@@ -175,8 +179,8 @@ async def test_plans_that_changed_are_not_withdrawn(run: Any) -> None:
         async with run.refuses(ConflictError, match):
             await carry_out(run, asked)
         await run.client.hset(key, field, before)
-    facts = await replans.read_withdrawal(run.term, asked)
-    changes = replans.withdraw(facts, asked)
+    facts = await read_withdrawal(run.term, asked)
+    changes = withdraw(facts, asked)
     assert changes is not None
     await run.commit(await run.start("s"), 1)
     async with run.unchanged():  # the trainer has stepped in between
@@ -199,7 +203,7 @@ async def test_damage_of_a_current_plan_is_recorded_and_removed_with_it(run: Any
     damaged = await run.client.hget(run.keys.frontier, "damaged")
     assert damaged.decode() == ":".join(["2", *told.values()])
 
-    await withdraw(run, 2)
+    await withdraw_plans(run, 2)
     await note_damage(run.client, run.name, step=2, **told)
 
     assert not await run.client.hexists(run.keys.frontier, "damaged")
@@ -220,12 +224,12 @@ async def test_request_and_answer_of_a_replan_wake_waiting_callers(run: Any) -> 
     seen.append(await run.last_wake_up())
     with pytest.raises(ConflictError, match="all is well"):
         await_replan(run.store, run.name, first, wait_s=0)
-    answered = '{"first_step": 1, "newest_step": 2}'  # by an earlier release
-    await run.client.hset(run.keys.frontier, "replanned", f"{first}:{answered}")
-    assert await_replan(run.store, run.name, first, wait_s=0) == answered
+    earlier = '{"first_step": 1, "newest_step": 2}'  # by an earlier release
+    await run.client.hset(run.keys.frontier, "replanned", f"{first}:{earlier}")
+    assert await_replan(run.store, run.name, first, wait_s=0) == earlier
     assert ask(run) != first
     seen.append(await run.last_wake_up())
-    await withdraw(run, 1)
+    await withdraw_plans(run, 1)
     seen.append(await run.last_wake_up())
 
     assert len({str(each) for each in seen}) == len(seen)
@@ -268,7 +272,7 @@ async def test_follower_receives_a_plan_with_the_number_of_a_withdrawn_one(
 
     await run.plan_steps(3)
     await until_planned(3)
-    await withdraw(run, 1)
+    await withdraw_plans(run, 1)
     await until_planned(0)
     run.manifests.clear()
 

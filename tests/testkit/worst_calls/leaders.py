@@ -22,7 +22,12 @@ from turnstream.store.client import keys
 from turnstream.store.client.scripts import Command
 from turnstream.store.client.stored_values import StoredHash
 from turnstream.store.run import clock
-from turnstream_server.batcher.planner.replanning import MAX_WITHDRAWN
+from turnstream_server.batcher.planner.replanning import (
+    MAX_WITHDRAWN,
+    Withdrawal,
+    WithdrawalFacts,
+    withdraw,
+)
 from turnstream_server.ledger.core.scan import PAGE_BYTES, PAGE_EVENTS
 from turnstream_server.ledger.leadership.leader_fields import ParkFacts, park
 from turnstream_server.ledger.leadership.leadership import Position, Term
@@ -38,7 +43,6 @@ from turnstream_server.ledger.planning.deadlines import DEADLINES_PER_CALL, fire
 from turnstream_server.ledger.planning.ending import Attempt
 from turnstream_server.ledger.planning.plan_writes import GROUP_WEIGHT, StepFacts, commit, mark
 from turnstream_server.ledger.planning.plan_writes import SLICE as PLAN_SLICE
-from turnstream_server.ledger.planning.replans import Withdrawal, WithdrawalFacts, withdraw
 from turnstream_server.ledger.planning.settling import SLICE as END_SLICE
 from turnstream_server.ledger.planning.settling import GroupState, settle, settle_evaluation
 from turnstream_server.ledger.planning.trajectories import REJECT_SLICE

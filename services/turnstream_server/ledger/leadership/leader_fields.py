@@ -52,9 +52,7 @@ def park(facts: ParkFacts, position: Position) -> Changes | None:
     changes = Changes()
     changes.expect_empty("leases")
     changes.expect_empty("deadlines")
-    changes.expect_size("observers", len(facts.observers))
-    for name, entry in facts.observers.items():
-        changes.expect("observers", name.decode(), entry)
+    changes.expect_hash("observers", facts.observers)
     for name, value in zip(clock.FIELDS, facts.clock, strict=True):
         changes.expect("clock", name, value)
     run_ms = clock.run_ms(facts.clock, now_ms=facts.now_ms)

@@ -74,6 +74,12 @@ class Changes:
         if fields:
             self._facts.append(("PREFIX", key, (prefix, *fields)))
 
+    def expect_hash(self, key: str, fields: Mapping[bytes, bytes]) -> None:
+        """Expect a hash to have these fields alone."""
+        self.expect_size(key, len(fields))
+        for name, value in fields.items():
+            self.expect(key, name.decode(), value)
+
     def expect_size(self, key: str, number: int) -> None:
         """Expect a hash to have this number of fields."""
         self._facts.append(("SIZE", key, ("HLEN", number)))

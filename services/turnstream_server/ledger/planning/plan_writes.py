@@ -9,7 +9,7 @@ after it. Only the leader changes a sealed trajectory, so that none changes in b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -270,17 +270,30 @@ def _mark(changes: Changes, groups: Sequence[GroupState], *, step: int) -> None:
         ids += (each.trajectory_id for each in group.attempts)
         num_bytes += sum(each.stored_bytes for each in group.attempts)
     changes.expect_prefix("ledger", "sealed:", ids)
-    changes.write_each("HSET", "ledger", [*_pairs(ids, f"planned:{step}")])
-    changes.add("counts", "sealed", -len(ids))
-    changes.add("counts", "planned", len(ids))
+    move_trajectories(
+        changes,
+        dict.fromkeys(ids, f"planned:{step}"),
+        num_planned=len(ids),
+        num_bytes=num_bytes,
+    )
+    _finish_groups(changes, groups)
+
+
+def move_trajectories(
+    changes: Changes, entries: Mapping[str, str], *, num_planned: int, num_bytes: int
+) -> None:
+    """Add new ledger entries, and move this much from "sealed" to "planned"."""
+    changes.write_each("HSET", "ledger", [word for pair in entries.items() for word in pair])
+    changes.add("counts", "sealed", -num_planned)
+    changes.add("counts", "planned", num_planned)
     changes.add("budget", "stored", -num_bytes)
     changes.add("budget", "planned", num_bytes)
-    _finish_groups(changes, groups)
 
 
 def _finish_groups(changes: Changes, groups: Sequence[GroupState]) -> None:
     names = [group.name for group in groups]
-    changes.write_each("HSET", "groups", [*_states(groups)])
+    states = [word for each in groups for word in (each.name, f"{each.num_samples}:planned")]
+    changes.write_each("HSET", "groups", states)
     changes.write_each("HDEL", "members", names)
     changes.write_each("ZREM", "deadlines", [f"group:{name}" for name in names])
     prompts = [group.task.decode() for group in groups if group.task is not None]
@@ -291,18 +304,6 @@ def _finish_groups(changes: Changes, groups: Sequence[GroupState]) -> None:
     changes.add("frontier", "open_groups", -num_open)
     if num_open or prompts:
         changes.wake()
-
-
-def _states(groups: Sequence[GroupState]) -> Iterator[str]:
-    for group in groups:
-        yield group.name
-        yield f"{group.num_samples}:planned"
-
-
-def _pairs(ids: Sequence[str], value: str) -> Iterator[str]:
-    for each in ids:
-        yield each
-        yield value
 
 
 def _hash(entry: bytes | None) -> str:

@@ -14,6 +14,7 @@ from turnstream.errors import (
 )
 from turnstream.store.client import keys
 from turnstream.types import TrajectoryState
+from turnstream_server.batcher.planner import replanning
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.console.summary import RunHistory
 
@@ -143,7 +144,7 @@ async def test_a_step_that_comes_back_after_a_rollback_may_be_planned_again(
     }
 
 
-async def test_rank_and_operator_get_the_damage_and_the_command(cluster, replan, store, of_3):
+async def test_rank_and_operator_get_the_damage_and_the_command(cluster, replan, monkeypatch, of_3):
     run = cluster.create_run(batch_groups=1)
     planner = cluster.trainer(await cluster.start_batcher(), run)
     await cluster.publish(run, of_3("g0"))
@@ -158,6 +159,10 @@ async def test_rank_and_operator_get_the_damage_and_the_command(cluster, replan,
     with pytest.raises(CorruptRecordError, match=f"g0/1/0: .*`turnstream run replan '{run}'`"):
         await other.get(1)
     why = cluster.why(run)
+    with monkeypatch.context() as small:
+        small.setattr(replanning, "MAX_WITHDRAWN", 2)
+        with pytest.raises(ConflictError, match=r"3 traj.* from step 1 on.*at most 2 .*fork"):
+            await replan(run)
     await replan(run)
 
     assert "step 1: damaged payload of g0/1/0: the checksum" in why

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Requests that the leader of a run plans again from the first damaged step on. A run has one
--- pending request at a time.
+-- Requests that the leader of a run plans again from the first damaged step on, if no request is
+-- pending.
 --
 -- Arguments: ARGV[1] name of the request
 -- Reply:     the name of the pending request

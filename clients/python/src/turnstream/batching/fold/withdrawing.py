@@ -23,9 +23,8 @@ def state_before(
 ) -> FoldState:
     """Return a state in which the groups of these plans are ready again, before all others.
 
-    Members that are missing here are dead. No sample joins these groups, and no refill replaces a
-    dead member: the prompt may be gone. The event PlansWithdrawn judges the groups that have fewer
-    members than planned. They are opened by "0-0", "0-1", ... in plan order.
+    Members that are missing here are dead, and no refill replaces them: the prompt may be gone. The
+    event PlansWithdrawn judges the groups that have fewer members than planned.
     """
     groups: dict[str, GroupMembers] = {}
     ready: dict[str, str] = {}
@@ -60,8 +59,7 @@ def with_planned_reward(
 ) -> SealedTrajectory:
     """Return a trajectory with its planned reward, which may have been posted after its seal.
 
-    The plan has the reward but not its components. A run that compares components then continues
-    without the trajectory. `config` is that of the plan.
+    The plan has no components: a run that compares them continues without the trajectory.
     """
     if not sealed.awaits_reward:
         return sealed
