@@ -20,7 +20,7 @@ from turnstream.types import TrajectoryKey
 from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import Changes, write_command
 from turnstream_server.ledger.planning.ending import Attempt
-from turnstream_server.ledger.release.ended_writes import EndedFacts, replace_ended
+from turnstream_server.ledger.release.release_writes import EndedFacts, replace_ended
 from turnstream_server.ledger.release.release import COMPACT_SLICE, GROUP_SLICE
 from turnstream_server.ledger.release.release_writes import (
     FoldedFacts,

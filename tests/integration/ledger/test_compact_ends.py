@@ -9,8 +9,8 @@ from turnstream.errors import ConflictError
 from turnstream.records.compact import decode_ends
 from turnstream.types import Purpose, TrajectoryKey, TrajectoryState
 from turnstream_server.ledger.admin.dead_letters import discard_trajectory
-from turnstream_server.ledger.release.ended_writes import DROPPED
 from turnstream_server.ledger.release.release import find_ended, finished_groups
+from turnstream_server.ledger.release.release_writes import DROPPED
 
 
 async def ended_group(run: Any, group_id: str, state: TrajectoryState) -> None:

@@ -30,8 +30,7 @@ from turnstream_server.ledger.admin.dead_letters import (
     open_trajectory,
     read_dead_letters,
 )
-from turnstream_server.ledger.planning.dead_writes import Rejection
-from turnstream_server.ledger.planning.trajectories import reject_events
+from turnstream_server.ledger.planning.trajectories import Rejection, reject_events
 from turnstream_server.ledger.queries.trajectory_history import read_history
 
 TURN = encode_turn(stored_turn("ab", "CD", logprobs=[-0.5, -0.25]))

@@ -14,8 +14,8 @@ from turnstream.errors import FencedError
 from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.runs import create_run
 from turnstream.types import BatchDue
+from turnstream_server.batcher.planner.planner import PinnedClient
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.ledger.core.server_instance import PinnedClient
 from turnstream_server.ledger.leadership.leader_fields import (
     note_trouble,
     park_leadership,

@@ -17,10 +17,10 @@ from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.resend import ResendBuffer
 from turnstream_server.batcher.planner import releaser
 from turnstream_server.batcher.planner.leader import Leader
-from turnstream_server.ledger.core.server_instance import PinnedClient
+from turnstream_server.batcher.planner.planner import PinnedClient
 from turnstream_server.ledger.leadership.writes import Changes
 from turnstream_server.ledger.planning.ending import Attempt
-from turnstream_server.ledger.release import ended_writes, release, release_writes
+from turnstream_server.ledger.release import release, release_writes
 
 Break = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -140,7 +140,7 @@ GUARDS: Final[dict[str, Break]] = {
     "selector: chosen groups are planned": method(Selector, "pass_step", lambda *_: None),
     "leader: plans take their groups in the replay": method(Leader, "_pass", lambda *_: []),
     "releaser and compact_ended: a group that may get members": both(
-        method(releaser, "finished_groups", _all_of), method(ended_writes, "OVER", _Everything())
+        method(releaser, "finished_groups", _all_of), method(release_writes, "OVER", _Everything())
     ),
     "planner: one start of the store": method(PinnedClient, "_meet", _meet_any),
     "resend buffer: it keeps writes": method(ResendBuffer, "keep", lambda *_, **__: None),

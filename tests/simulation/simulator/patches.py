@@ -20,8 +20,7 @@ from turnstream.generator.api import publisher_core, work
 from turnstream.generator.transport import redis_transport, sender
 from turnstream.store.client.trajectory_names import keys_named
 from turnstream_server.batcher.assembly import payload
-from turnstream_server.batcher.planner import renewal, timekeeper
-from turnstream_server.ledger.core import server_instance
+from turnstream_server.batcher.planner import planner, renewal, timekeeper
 
 _LOOKS = 6
 """Per lease and per deadline: half of what they are, and enough to find the clock steady."""
@@ -75,7 +74,7 @@ def patched() -> Iterator[None]:
         patch.multiple(sender, time=clock),
         patch.multiple(publisher_core, time=clock, random=chance),
         patch.multiple(work, random=chance),
-        patch.multiple(server_instance, connect_async=client),
+        patch.multiple(planner, connect_async=client),
         patch.multiple(renewal, connect=_in_process(thread_client), time=clock),
         patch.multiple(payload, Link=_in_process(LinkInMemory)),
         patch.multiple(timekeeper, READS_PER_LEASE=_LOOKS, CHECKS_PER_DEADLINE=_LOOKS),

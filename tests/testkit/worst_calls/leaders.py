@@ -33,29 +33,29 @@ from turnstream_server.ledger.leadership.leader_fields import ParkFacts, park
 from turnstream_server.ledger.leadership.leadership import Position, Term
 from turnstream_server.ledger.leadership.snapshots import TRIM_SLICE, trim
 from turnstream_server.ledger.leadership.writes import Changes, write_command
-from turnstream_server.ledger.planning.dead_writes import (
-    MAX_KEPT_EVENTS,
-    Rejection,
-    RejectionFacts,
-    reject,
-)
 from turnstream_server.ledger.planning.deadlines import DEADLINES_PER_CALL, fire_orphaned, limit
 from turnstream_server.ledger.planning.ending import Attempt
 from turnstream_server.ledger.planning.plan_writes import GROUP_WEIGHT, StepFacts, commit, mark
 from turnstream_server.ledger.planning.plan_writes import SLICE as PLAN_SLICE
 from turnstream_server.ledger.planning.settling import SLICE as END_SLICE
 from turnstream_server.ledger.planning.settling import GroupState, settle, settle_evaluation
-from turnstream_server.ledger.planning.trajectories import REJECT_SLICE
-from turnstream_server.ledger.release.ended_writes import EndedFacts, replace_ended
+from turnstream_server.ledger.planning.trajectories import (
+    MAX_KEPT_EVENTS,
+    REJECT_SLICE,
+    Rejection,
+    RejectionFacts,
+    reject,
+)
 from turnstream_server.ledger.release.release import COMPACT_SLICE, GROUP_SLICE
 from turnstream_server.ledger.release.release_writes import (
-    FoldedFacts,
+    EndedFacts,
     Part,
     WatermarkFacts,
     advance,
     compact,
     finish,
     release_bytes,
+    replace_ended,
 )
 from turnstream_server.ledger.sessions.observers import MOST_OBSERVERS, expire
 
@@ -215,7 +215,7 @@ def finished(store: LimitStore) -> Changes:
     store.fill(store.keys.snapshot, [("step", 1)])
     for revision in range(2):
         store.client.xadd(store.keys.plan, {"r": b"m" * 4_000_000}, id=f"1-{revision}")
-    facts = FoldedFacts(released=b"1", folded=None, snapshot_step=b"1")
+    facts = (b"1", None, b"1")
     return finish(facts, {1: b"r" * 1_000_000})[0]
 
 

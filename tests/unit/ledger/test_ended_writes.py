@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnstream.errors import ConflictError
-from turnstream_server.ledger.release.ended_writes import (
+from turnstream_server.ledger.release.release_writes import (
     DROPPED,
     MOST_REASONS,
     OVER,

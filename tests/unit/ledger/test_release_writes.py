@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from turnstream.errors import ConflictError, CorruptRecordError
 from turnstream_server.ledger.release.release_writes import (
-    FoldedFacts,
     Part,
     WatermarkFacts,
     advance,
@@ -127,11 +126,7 @@ def test_each_planned_group_leaves_one_fingerprint_for_its_entry(
 def test_each_step_is_finished_once_and_after_the_one_before(
     folded: int, first: int, num: int, limit: int, is_in_snapshot: bool
 ) -> None:
-    facts = FoldedFacts(
-        released=b"%d" % limit,
-        folded=b"%d" % folded,
-        snapshot_step=b"%d" % (limit + 1) if is_in_snapshot else None,
-    )
+    facts = (b"%d" % limit, b"%d" % folded, b"%d" % (limit + 1) if is_in_snapshot else None)
     records = {step: b"r%d" % step for step in range(first, first + num)}
     new = [step for step in records if step > folded]
 

@@ -30,8 +30,8 @@ from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.scan import EventEntry
 from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.planning import trajectories
-from turnstream_server.ledger.planning.dead_writes import Rejection
 from turnstream_server.ledger.planning.groups import Settlement, grant_refill, settle_groups
+from turnstream_server.ledger.planning.trajectories import Rejection
 from turnstream_server.ledger.release.release import compact_groups
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,7 @@ from turnstream_server.batcher.assembly.payload import DamagedPayloadError
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.chain import ConfigInForce, PlanChain
 from turnstream_server.batcher.planner.decisions import DecisionWriter, FoldBrokenError
-from turnstream_server.batcher.planner.event_loop import LoopShare
-from turnstream_server.batcher.planner.listener import RunListener
+from turnstream_server.batcher.planner.listener import LoopShare, RunListener
 from turnstream_server.batcher.planner.replanning import answer_replan
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import PlannerSnapshots, Upkeep

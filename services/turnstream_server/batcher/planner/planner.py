@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import Final
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Self
 
 import redis.asyncio
 
 from turnstream.errors import FencedError, RunNotFoundError, TurnstreamError, UnavailableError
 from turnstream.store.client.backoff import pause_after
+from turnstream.store.client.cancellation import to_the_end
+from turnstream.store.client.connection import connect_async
 from turnstream.store.client.replies import translating
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.planner.decisions import FoldBrokenError
@@ -23,7 +27,6 @@ from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.batcher.planner.timekeeper import Timekeeper
 from turnstream_server.failpoints import failpoint
-from turnstream_server.ledger.core.server_instance import PinnedClient
 from turnstream_server.ledger.leadership.leader_fields import (
     note_trouble,
     park_leadership,
@@ -43,6 +46,42 @@ logger = logging.getLogger(__name__)
 _SETTLED_S: Final = 2.0
 """A term that lasts for so long has recovered from the failures of earlier terms."""
 _RELEASE_S: Final = 1.0
+_RUN_ID = re.compile(rb"\brun_id:(\w+)")
+
+
+class PinnedClient:
+    """A client that refuses another server instance; a context manager.
+
+    A restarted store may have lost a leader's lease, and may grant its epoch to another owner. So
+    an epoch is valid with the instance that granted it alone, to which the first connection leads. A
+    connection to another one raises FencedError before anything is sent.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.run_id = ""
+        self.client: redis.asyncio.Redis = connect_async(url)
+        options = self.client.connection_pool.connection_kwargs
+        self._check: Callable[[Any], Awaitable[None]] | None = options.get("redis_connect_func")
+        options["redis_connect_func"] = self._meet
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await to_the_end(self.client.aclose())
+
+    async def _meet(self, connection: Any) -> None:
+        await (connection.on_connect() if self._check is None else self._check(connection))
+        await connection.send_command("INFO", "server", check_health=False)
+        answer: bytes = await connection.read_response()
+        found = _RUN_ID.search(answer)
+        run_id = found[1].decode() if found else ""
+        if self.run_id and run_id != self.run_id:
+            await connection.disconnect()
+            raise FencedError(
+                f"the store was restarted: it is {run_id[:8]}, no longer {self.run_id[:8]}"
+            )
+        self.run_id = run_id
 
 
 class RunPlanner:

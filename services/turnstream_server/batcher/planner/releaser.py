@@ -215,12 +215,7 @@ class Releaser:
         logger.info("released steps %d to %d of run %s", min(records), max(records), self._run)
 
     async def _plans(self, first: int, *, last: int) -> list[StoredManifest]:
-        """Return the plans of one step or more from `first` on, about ROUND_SLICE trajectories.
-
-        Raises:
-            FencedError: another planner has replaced the first one by its compact record.
-            ConflictError: the first one is missing.
-        """
+        """Return the plans of one step or more from `first` on, about ROUND_SLICE trajectories."""
         max_count = min(self._steps_at_once, last - first + 1)
         found = await read_manifests(self._client, self._run, first_step=first, max_count=max_count)
         if found and found[0].manifest.step == first:

@@ -79,11 +79,7 @@ class LeadershipKeeper:
             return time.monotonic() - self._renewed_s if self._terms else 0.0
 
     async def hold(self, run: str, epoch: int) -> None:
-        """Keep a leadership that was just acquired.
-
-        Raises:
-            FencedError: it is lost.
-        """
+        """Keep a leadership that was just acquired."""
         term = _RenewedTerm(run, epoch)
         with self._lock:
             if not self._terms:

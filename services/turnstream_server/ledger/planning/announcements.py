@@ -94,11 +94,7 @@ async def announce_revision(term: Term, revised: ConfigRevised) -> bool:
 
 
 def due_revision(facts: RevisionFacts, number: int) -> Revision:
-    """Return the revision of this number.
-
-    Raises:
-        ConflictError: no such revision, or the step before its first is not planned.
-    """
+    """Return the revision of this number."""
     found = next((each for each in facts.revisions.stored if each.number == number), None)
     if found is None or found.from_step > facts.planned + 1:
         raise ConflictError(f"revision {number} is not due after step {facts.planned}")
@@ -109,9 +105,6 @@ def put_in_force(facts: RevisionFacts, revised: ConfigRevised) -> Changes:
     """Return the writes that put a revision in force.
 
     For one that is in force, only the first step of the next one is written.
-
-    Raises:
-        ConflictError: no such revision, or the step before its first is not planned.
     """
     known = facts.revisions
     changes = Changes()

@@ -57,9 +57,6 @@ async def fire_deadlines(term: Term, *, run_ms: int) -> int:
 
     Returns:
         Milliseconds until the next one is due; -1 where there is none.
-
-    Raises:
-        CorruptRecordError: the entry of a group in `members` is damaged.
     """
     known = keys.run_keys(term.run)
     while True:

@@ -78,11 +78,6 @@ def grant(facts: RefillFacts, *, number: int, prompt_uid: str) -> Changes | None
     """Return the writes that grant an attempt; None where it was granted, or the group needs none.
 
     A decided group is open again, and its deadline restarts.
-
-    Raises:
-        ConflictError: no such group, or a finished one; or a refill before was not granted.
-        CorruptRecordError: the entry of the group in `members` is damaged.
-        RejectedError: the group has no such sample.
     """
     group, trajectory_id = facts.group, keys.trajectory_id(facts.key)
     if group.entry is None:

@@ -64,11 +64,7 @@ class StepFacts:
 
 
 def slices_of(manifest: Manifest) -> list[Sequence[GroupPlan]]:
-    """Return the groups of a plan in slices; one group at least in each.
-
-    Raises:
-        ConflictError: a trajectory is named twice.
-    """
+    """Return the groups of a plan in slices; one group at least in each."""
     ids = Counter(each.key for group in manifest.groups for each in group.trajectories)
     for key, number in ids.items():
         if number > 1:
@@ -115,11 +111,6 @@ async def read_decided_groups(
 
     The attempts of each are the planned ones. The groups of a new plan are checked before anything
     is written.
-
-    Raises:
-        ConflictError: `is_new`, and a trajectory is not sealed, or a group is finished.
-        CorruptRecordError: the entry of a group in `members` is damaged.
-        StoreUnavailableError: the facts of a group changed each time.
     """
     for _ in range(MAX_TRIES):
         found = await read_planned_groups(term, groups)
@@ -168,10 +159,6 @@ def check_step(facts: StepFacts, manifest: Manifest, *, manifest_hash: str) -> b
 
     False if it was written before, or the step must be planned again: the run is paused, or the
     step has another config or lineage.
-
-    Raises:
-        ConflictError: the step has another plan or is not the next one. Or the plan does not
-            continue the chain, or has another config than the one in force.
     """
     step = manifest.step
     if step <= facts.planned:
@@ -200,11 +187,7 @@ def check_step(facts: StepFacts, manifest: Manifest, *, manifest_hash: str) -> b
 
 
 def check_groups(groups: Sequence[GroupState]) -> None:
-    """Check that some groups can be planned.
-
-    Raises:
-        ConflictError: a trajectory is not sealed, or a group is finished.
-    """
+    """Check that some groups can be planned."""
     for group in groups:
         for each in group.attempts:
             if each.state != "sealed":

@@ -98,11 +98,7 @@ class GroupState(NamedTuple):
 
 
 async def read_group_states(term: Term, named: Mapping[str, Collection[str]]) -> list[GroupState]:
-    """Return the facts about some groups, and about the trajectories that are named with each.
-
-    Raises:
-        CorruptRecordError: the entry of a group in `members` is damaged.
-    """
+    """Return the facts about some groups, and about the trajectories that are named with each."""
     known = keys.run_keys(term.run)
     columns = await read_facts(
         term, *(("HMGET", key, *named) for key in (known.groups, known.members, known.tasks))
@@ -146,10 +142,6 @@ def settle(
 
     If a group has more than SLICE attempts to end, the first are ended: decide again after them.
     `limits_open` says whether the run limits its open groups: a decided one then admits another.
-
-    Raises:
-        ConflictError: no such group; or a planned one, or one dropped otherwise, is dropped.
-        CorruptRecordError: its entry in `members` is damaged.
     """
     is_dropped = isinstance(decision, GroupDropped)
     into = decision.state.value if is_dropped else "decided"
@@ -185,9 +177,6 @@ def settle_evaluation(
 
     A sealed trajectory does not count where its reward came after the deadline. `versions` are
     those that have a stored result.
-
-    Raises:
-        ConflictError: no such group, or not one to evaluate.
     """
     if group.state == "evaluated":
         return None

@@ -23,7 +23,7 @@ from turnstream_server.ledger.core.frontier import Frontier, read_frontier
 from turnstream_server.ledger.core.run_script import RunScript
 from turnstream_server.ledger.core.scan import hash_fields
 from turnstream_server.ledger.release.compact_records import past_reasons
-from turnstream_server.ledger.release.ended_writes import counted_reason
+from turnstream_server.ledger.release.release_writes import counted_reason
 
 TOP_REASONS: Final = 5
 
@@ -74,11 +74,7 @@ class LedgerCounts:
         return self.by_state[TrajectoryState.STEPPED] + self.by_state[TrajectoryState.COMMITTED]
 
     def check(self) -> None:
-        """Check that every accepted trajectory is in exactly one state.
-
-        Raises:
-            LedgerMismatchError: the states do not add up, or one of them is below 0.
-        """
+        """Check that every accepted trajectory is in exactly one state."""
         total = sum(self.by_state.values())
         in_batches = sum(self.by_state[state] for state in _FOLLOW_FROM_THE_FRONTIER)
         if (

@@ -45,7 +45,7 @@ from turnstream_server.ledger.queries.ledger import (
     parse_entry,
 )
 from turnstream_server.ledger.release.compact_records import past_reasons
-from turnstream_server.ledger.release.ended_writes import counted_reason
+from turnstream_server.ledger.release.release_writes import counted_reason
 from turnstream_server.ledger.sessions.observers import read_observers
 
 _IN_GROUP: Final = frozenset(

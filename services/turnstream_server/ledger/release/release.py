@@ -37,22 +37,19 @@ from turnstream_server.ledger.leadership.writes import (
     write_decisions,
 )
 from turnstream_server.ledger.planning.ending import read_trajectories
-from turnstream_server.ledger.release.ended_writes import (
+from turnstream_server.ledger.release.release_writes import (
     DROPPED,
     OVER,
     EndedFacts,
-    counts_of,
-    has_ended,
-    replace_ended,
-)
-from turnstream_server.ledger.release.release_writes import (
-    FoldedFacts,
     Part,
     WatermarkFacts,
     advance,
     compact,
+    counts_of,
     finish,
+    has_ended,
     release_bytes,
+    replace_ended,
 )
 
 TOMBSTONE_LEASES: Final = 15
@@ -249,14 +246,14 @@ async def finish_batches(term: Term, records: Mapping[int, bytes]) -> None:
         )
 
 
-async def _read_folded(term: Term) -> FoldedFacts:
+async def _read_folded(term: Term) -> Sequence[bytes | None]:
     known = keys.run_keys(term.run)
     (released, folded), snapshot_step = await read_facts(
         term,
         ("HMGET", known.frontier, "released", "folded"),
         ("HGET", known.snapshot, "step"),
     )
-    return FoldedFacts(released=released, folded=folded, snapshot_step=snapshot_step)
+    return released, folded, snapshot_step
 
 
 async def find_ended(client: redis.asyncio.Redis, run: str) -> dict[str, str]:
