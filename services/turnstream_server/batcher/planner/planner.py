@@ -53,8 +53,8 @@ class PinnedClient:
     """A client that refuses another server instance; a context manager.
 
     A restarted store may have lost a leader's lease, and may grant its epoch to another owner. So
-    an epoch is valid with the instance that granted it alone, to which the first connection leads. A
-    connection to another one raises FencedError before anything is sent.
+    an epoch is valid only together with the instance that granted it: that of the first connection.
+    A connection to another one raises FencedError before anything is sent.
     """
 
     def __init__(self, url: str) -> None:
