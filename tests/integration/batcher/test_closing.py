@@ -213,21 +213,3 @@ async def test_trainer_gets_planned_batches_and_then_the_pause(cluster, client):
 
     assert again[0].header == first[0].header
     assert second.mini_batch.info.step == 2
-
-
-async def test_no_plan_is_written_once_a_run_is_paused(cluster, client, caplog):
-    run = cluster.create_run(batch_groups=1)
-
-    async def pause(manifest):
-        pause_run(client, run)
-
-    trainer = await cluster.start_trainer(run, before_write=pause)
-    await cluster.publish(run, group("g0"))
-
-    await wait_until_async(
-        lambda: read_frontier(client, run).paused is not None, describe="the pause"
-    )
-    await trainer.refused(1, words="the run is paused")
-
-    assert read_frontier(client, run).planned == 0
-    assert "failed" not in caplog.text

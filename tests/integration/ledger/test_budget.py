@@ -131,30 +131,6 @@ async def test_too_small_budget_names_the_observer_of_the_oldest_step(run: Any) 
     )
 
 
-async def test_released_bytes_wake_waiting_groups(run: Any) -> None:
-    await run.open("g")
-    await run.abandon("g", 0)
-    before = await run.last_wake_up()
-
-    await run.release("g/0/0")
-    woken = await run.last_wake_up()
-    await run.release("g/0/0")
-
-    assert woken != before
-    assert await run.last_wake_up() == woken
-
-
-async def test_reservations_of_unopened_samples_are_released_with_their_group(run: Any) -> None:
-    for group_id in ("planned", "dropped"):
-        await run.open(group_id, num_samples=3, num_opened=2, num_sealed=2)
-
-    await run.plan("planned")
-    await run.settle("dropped", TrajectoryState.FILTERED, 0, 1)
-
-    held = run.held()
-    assert held.reserved == 0
-
-
 async def test_an_evaluation_holds_bytes_until_its_payload_is_released(run: Any) -> None:
     await run.open("e", num_samples=3, num_opened=2, purpose=Purpose.EVAL)
     await run.seal("e", 0, num_bytes=1_000)

@@ -49,30 +49,6 @@ async def test_only_part_of_a_leaders_standstill_counts(run: Any) -> None:
     assert before_ms == leader.at(700.0) == await run.run_ms() == first_ms + MOST_MS
 
 
-@pytest.mark.parametrize(
-    ("gap_ms", "counted_ms"), [(4_000, 4_000), (MOST_MS + 1, 0), (HOUR_MS, 0), (-HOUR_MS, 0)]
-)
-async def test_new_leader_continues_the_time_of_the_last_one(
-    run: Any, gap_ms: int, counted_ms: int
-) -> None:
-    await term(run).tick(server_ms=10_000_000, own_s=70.0)
-    last_ms = await run.run_ms()
-
-    leader = term(run)
-    await leader.tick(server_ms=10_000_000 + gap_ms, own_s=3.0)
-
-    assert leader.at(3.0) == await run.run_ms() == last_ms + counted_ms
-
-
-async def test_a_tick_that_comes_late_sets_nothing_back(run: Any) -> None:
-    late, leader = term(run), term(run)
-    for each in (late, leader):
-        await each.tick(server_ms=5_000, own_s=0.0)
-    await leader.tick(server_ms=10_000, own_s=5.0)
-    async with run.unchanged():
-        await late.tick(server_ms=9_000, own_s=4.0)
-
-
 async def test_time_of_a_run_stands_still_without_a_leader(run: Any) -> None:
     first_ms = await run.run_ms()
     new_ms = await read(run)

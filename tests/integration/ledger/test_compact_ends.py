@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-from turnstream.batching.fold.decisions import GroupCut, GroupEvaluated
+from turnstream.batching.fold.decisions import GroupCut
 from turnstream.errors import ConflictError
 from turnstream.records.compact import decode_ends
-from turnstream.types import Purpose, TrajectoryKey, TrajectoryState
-from turnstream_server.ledger.admin.dead_letters import discard_trajectory
+from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.ledger.release.release import find_ended, finished_groups
 from turnstream_server.ledger.release.release_writes import DROPPED
 
@@ -59,55 +58,6 @@ async def test_compact_ends_leave_counts_of_their_reasons_and_fingerprints(run: 
     run.ledger().check()
     with pytest.raises(ConflictError, match="is finished"):
         await run.open("a")
-
-
-async def test_an_evaluation_that_has_ended_is_folded_with_its_members(run: Any) -> None:
-    await run.open("e", purpose=Purpose.EVAL, num_sealed=1)
-    counted = (TrajectoryKey("e", 0),)
-    await run.carry_out(GroupEvaluated(group_id="e", keys=counted, result=None, total=None))
-
-    await run.fold_ends("e/0/0", "e/1/0")
-
-    assert (await run.hash_of("reasons"))[b"evaluated:part of an evaluation"] == b"1"
-    assert (await run.hash_of("groups"), num_finished(await run.hash_of("finished_groups"))) == (
-        {},
-        1,
-    )
-
-
-async def test_dead_letter_is_folded_once_it_is_discarded(run: Any) -> None:
-    await run.open("a", num_sealed=1)
-    await run.kill("a", 0)
-    await run.settle("a", TrajectoryState.INCOMPLETE)
-
-    with pytest.raises(ConflictError, match="a/0/0 is dead:checksum, not at its end"):
-        await run.fold_ends("a/0/0")
-    discard_trajectory(run.store, run.name, "a/0/0")
-    await run.fold_ends("a/0/0")
-
-    assert await run.hash_of("reasons") == {b"dead:discarded: checksum": b"1"}
-
-
-async def test_reasons_beyond_the_limit_are_counted_together(run: Any) -> None:
-    await ended_group(run, "a", TrajectoryState.FILTERED)
-    reasons = {"filtered:why": 1} | {f"abandoned:{number}": 1 for number in range(999)}
-    await run.client.hset(run.keys.reasons, mapping=reasons)
-    await run.open("b", num_samples=1)
-    await run.abandon("b", 0)
-    await run.settle("b", TrajectoryState.INCOMPLETE)
-
-    await run.fold_ends("a/0/0", "a/1/0", "b/0/0")
-
-    counts = await run.hash_of("reasons")
-    assert (counts[b"filtered:why"], counts[b"abandoned:another reason"]) == (b"3", b"1")
-    assert b"abandoned:crashed" not in counts
-
-
-async def test_folding_ends_again_changes_nothing(run: Any) -> None:
-    await ended_group(run, "a", TrajectoryState.FILTERED)
-    await run.fold_ends("a/0/0", "a/1/0")
-    async with run.unchanged():
-        assert not await run.fold_ends("a/0/0", "a/1/0")
 
 
 async def test_seal_of_a_member_of_a_finished_group_is_surplus(run: Any) -> None:

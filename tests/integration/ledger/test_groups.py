@@ -23,13 +23,8 @@ async def test_a_dropped_group_ends_its_sealed_trajectories_with_the_reason(run:
     }
     assert await run.client.hget(run.keys.groups, "a") == b"3:filtered"
     run.ledger().check()
-
-
-async def test_settling_again_changes_nothing(run: Any) -> None:
-    await run.open("a", num_sealed=2)
-    await run.settle("a", TrajectoryState.INCOMPLETE, 0, 1)
     async with run.unchanged():
-        await run.settle("a", TrajectoryState.INCOMPLETE, 0, 1)
+        await run.settle("a", TrajectoryState.FILTERED, 0, 1, 2)
 
 
 async def test_surplus_leaves_the_rest_of_its_group_in_the_plan(run: Any) -> None:
@@ -183,26 +178,6 @@ async def test_the_event_of_a_choice_that_is_sent_twice_is_there_once(run: Any) 
 
     assert ids[0] == ids[1]
     assert await run.client.xlen(run.keys.events) == 2
-
-
-async def test_open_groups_are_counted_until_they_are_decided_or_planned(run: Any) -> None:
-    for group_id in ("a", "b", "c"):
-        await run.open(group_id, num_sealed=2)
-    counts = [run.read_frontier().num_open_groups]
-
-    await run.carry_out(GroupCut(group_id="a", reason="enough"))
-    counts.append(run.read_frontier().num_open_groups)
-    await run.grant("a", 0)
-    counts.append(run.read_frontier().num_open_groups)
-    await run.settle("a", TrajectoryState.INCOMPLETE, 0, 1)
-    counts.append(run.read_frontier().num_open_groups)
-    await run.plan("b")
-    counts.append(run.read_frontier().num_open_groups)
-    await run.carry_out(GroupCut(group_id="c", reason="enough"))
-    await run.settle("c", TrajectoryState.EXPIRED, 0, 1)
-    counts.append(run.read_frontier().num_open_groups)
-
-    assert counts == [3, 2, 3, 2, 1, 0]
 
 
 async def test_where_open_groups_are_bounded_a_decided_one_wakes_who_waits(start_run: Any) -> None:

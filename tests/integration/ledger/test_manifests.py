@@ -100,37 +100,21 @@ async def test_a_written_manifest_is_read_back_as_it_was(run: Any) -> None:
     assert await read_manifests(run.client, run.name, first_step=1, max_count=1) == [first]
 
 
-async def test_writing_the_same_manifest_again_changes_nothing(run: Any) -> None:
-    await open_and_seal(run, "a", "b")
+async def test_manifest_is_written_once_as_the_next_of_its_chain(run: Any) -> None:
+    await open_and_seal(run, "a", "b", "c")
     await run.plan("a", step=1)
     await run.plan("b", step=2)
+
     async with run.unchanged():
         await run.plan("a", step=1)
         await run.plan("b", step=2)
-
-
-async def test_another_manifest_for_a_planned_step_is_a_conflict(run: Any) -> None:
-    await open_and_seal(run, "a", "b")
-    await run.plan("a", step=1)
-    async with run.refuses(ConflictError, "step 1 is planned with the manifest"):
-        await run.plan("b", step=1)
-
-
-async def test_a_step_cannot_be_left_out(run: Any) -> None:
-    await open_and_seal(run, "a")
-
-    with pytest.raises(ConflictError, match="step 2 does not follow step 0"):
-        await run.plan("a", step=2)
-
-
-async def test_a_manifest_must_continue_the_chain(run: Any) -> None:
-    await open_and_seal(run, "a", "b")
-    await run.plan("a")
-
-    with pytest.raises(ConflictError, match="step 1 has the manifest"):
-        await run.plan("b", previous_hash="0" * 64)
-
-    assert await read_manifest(run.client, run.name, 2) is None
+    for fields, words in (
+        ({"step": 1}, "step 1 is planned with the manifest"),
+        ({"step": 4}, "step 4 does not follow step 2"),
+        ({"step": 3, "previous_hash": "0" * 64}, "step 2 has the manifest"),
+    ):
+        async with run.refuses(ConflictError, words):
+            await run.plan("c", **fields)
 
 
 @pytest.mark.parametrize("state", ["open", "filtered", "planned", "unknown"])

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from testkit.changes import sums
 from testkit.plans import manifest, trajectory_plan
 from turnstream.batching.merge.plan import GroupPlan, Manifest
-from turnstream.errors import ConflictError
 from turnstream.store.client.stored_values import StoredHash
 from turnstream_server.ledger.planning import plan_writes
 from turnstream_server.ledger.planning.ending import Attempt
@@ -127,11 +126,3 @@ def test_open_group_with_other_attempts_is_decided_before_its_plan(
     entry = f"{num_samples}:{state}".encode()
 
     assert plan_writes.leaves_out(group._replace(entry=entry, members=members)) is leaves_out
-
-
-def test_trajectory_that_is_named_twice_is_refused() -> None:
-    plan = plan_of([2])
-    twice = dataclasses.replace(plan, groups=plan.groups * 2)
-
-    with pytest.raises(ConflictError, match="g0/0/0 is named twice"):
-        plan_writes.slices_of(twice)

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnstream.errors import CorruptRecordError
+from turnstream.records.events import encode_event
 from turnstream.store.run.leases import LapsedTrajectory
-from turnstream.types import TrajectoryKey
+from turnstream.types import DeadlineFired, TrajectoryKey
 from turnstream_server.ledger.leadership.leader_fields import ParkFacts, park
 from turnstream_server.ledger.leadership.leadership import Position
 from turnstream_server.ledger.leadership.run_clock import ClockFacts, Tick, advance_clock
@@ -101,6 +102,8 @@ def test_deadlines_and_leases_end_only_as_they_were_read() -> None:
         ("FIELDS", "members", ("g", b"=2:0:3:uid")),
         ("SCORE", "deadlines", ("group:g", b"9")),
     ]
+    fired = encode_event(DeadlineFired(group_id="g", num_refills=3))
+    assert group[-1] == ("XADD", "events", ("*", "r", fired))
     assert reward[:2] == [
         ("SCORE", "deadlines", ("reward:g/0/0", b"9")),
         ("HSET", "rewards", ("g/0/0", "missed")),

@@ -34,17 +34,12 @@ _JOIN_TIMEOUT_S: Final = 5.0
 
 
 class _RenewedTerm:
-    """A leadership that is being renewed.
-
-    Attributes:
-        touched_s: when the event loop was last seen at work.
-        lost: why it was lost; empty before that.
-    """
+    """A leadership that is being renewed, until `lost` says why it ended."""
 
     def __init__(self, run: str, epoch: int) -> None:
         self.run = run
         self.epoch = epoch
-        self.touched_s = time.monotonic()
+        self.touched_s = time.monotonic()  # when the event loop was last seen at work
         self.lost = ""
 
 

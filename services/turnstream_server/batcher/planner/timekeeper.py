@@ -54,13 +54,9 @@ MAX_ORPHANED: Final = 200
 
 
 class ClockReading(NamedTuple):
-    """A reading of the store's clock.
+    """A reading of the store's clock, at the local time `own_s`.
 
-    Attributes:
-        server_ms: the reading. Scripts use it, so a jump between reading and running has no effect.
-        steady_s: seconds for which the store has answered without a gap, with its clock in pace
-            with ours.
-        own_s: local time when the answer arrived.
+    The store has answered for `steady_s` without a gap, with its clock in pace with ours.
     """
 
     server_ms: int

@@ -22,13 +22,7 @@ Trouble = Literal["planning_trouble", "release_trouble"]
 
 
 class ParkFacts(NamedTuple):
-    """The facts in the store about an idle run.
-
-    Attributes:
-        clock: the fields `ms`, `at_ms` and `most_ms` of the key `clock`.
-        observers: entries by name, `<newest step seen>:<ms of expiry, 0 once expired>:...`.
-        now_ms: the time of the server.
-    """
+    """The facts in the store about an idle run; `clock` has the values of `clock.FIELDS`."""
 
     clock: Sequence[bytes | None]
     observers: dict[bytes, bytes]

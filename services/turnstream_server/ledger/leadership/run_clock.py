@@ -28,13 +28,7 @@ class ClockFacts(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """A call of a leader that counts.
-
-    Attributes:
-        own_ms: the run's time; None at the beginning of a term.
-        server_ms: the store's time then.
-        most_ms: longest advance until the next call.
-    """
+    """The run's time, None at the beginning of a term; the store's; and the most until the next."""
 
     own_ms: int | None
     server_ms: int
@@ -86,7 +80,6 @@ class RunClock:
         self._most_s = most_s
         self._ms: float | None = None
         self._ticked_s = 0.0
-        self._written: ClockFacts | None = None
 
     async def tick(self, *, server_ms: int, own_s: float) -> None:
         """Write the time of the run to the store; `server_ms` and `own_s` are of one moment."""
@@ -100,8 +93,7 @@ class RunClock:
             kept_ms, changes = advance_clock(facts, tick)
             return changes
 
-        if await write_decision(self._term, self._read, decide) is not None:
-            self._written = ClockFacts(_digits(kept_ms), _digits(server_ms), _digits(tick.most_ms))
+        await write_decision(self._term, self._read, decide)
         self._ms = max(ms or 0, kept_ms)
         self._ticked_s = own_s
 
@@ -114,16 +106,8 @@ class RunClock:
         return min(own_s - self._ticked_s, self._most_s) * 1_000
 
     async def _read(self) -> ClockFacts:
-        """Return what the last tick has written, so that a tick is one round trip; or read it."""
-        written, self._written = self._written, None
-        if written is not None:
-            return written
         known = keys.run_keys(self._term.run)
         (ms, at_ms, most_ms), parked = await read_facts(
             self._term, ("HMGET", known.clock, *clock.FIELDS), ("HGET", known.leader, "parked")
         )
         return ClockFacts(ms, at_ms, most_ms, parked)
-
-
-def _digits(number: int) -> bytes:
-    return b"%d" % number

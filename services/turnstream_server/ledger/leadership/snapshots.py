@@ -42,10 +42,7 @@ async def save_snapshot(term: Term, *, position: str, step: int, record: bytes) 
 def saved(
     facts: Sequence[bytes | None], *, position: str, step: int, record: bytes
 ) -> Changes | None:
-    """Return the writes of a snapshot; None where a later one is stored.
-
-    The facts are the fields `position`, `step` and `withdrawn_at` of the stored one.
-    """
+    """Return the writes of a snapshot; None where a later one is stored, whose fields are known."""
     before, known_step, withdrawn_at = facts
     known = "0-0" if before is None else before.decode()
     if (event_order(known), int(known_step or 0)) > (event_order(position), step):

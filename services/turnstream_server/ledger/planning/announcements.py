@@ -31,10 +31,7 @@ from turnstream_server.ledger.leadership.writes import (
 class RevisionFacts:
     """The facts in the store about the configs of a run.
 
-    Attributes:
-        planned: the newest planned step.
-        lease_floor: `<ms of server time>:<ms until then, when it was set>`; empty before the first.
-        now_ms: the time of the server.
+    `lease_floor` is `<ms of server time>:<ms until then, when it was set>`, empty before the first.
     """
 
     revisions: Revisions

@@ -41,11 +41,7 @@ _FENCE: Final = "abandoned"
 
 
 class Deadline(NamedTuple):
-    """A member of `deadlines` with its score, the ms of the run's time at which it is due.
-
-    Attributes:
-        members: the entry of its group in `members`; None where it has none.
-    """
+    """A member of `deadlines`, its score, and the entry of its group in `members`."""
 
     member: str
     due_ms: bytes

@@ -57,13 +57,8 @@ _PER_ROUND: Final = 64
 class RefillFacts:
     """The facts in the store about a refill.
 
-    Attributes:
-        key: the first attempt of the sample that was neither opened nor granted.
-        group: its group, without attempts.
-        revision: number of the config in force.
-        deadline_s: what this config gives a group; 0 for none.
-        run_ms: the time of the run.
-        now_ms: the time of the server.
+    `key` is the first attempt of the sample that was neither opened nor granted. `deadline_s` is
+    that of the config in force, and 0 for none.
     """
 
     key: TrajectoryKey

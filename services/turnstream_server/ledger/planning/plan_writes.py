@@ -43,12 +43,8 @@ _FRONTIER: Final = (
 class StepFacts:
     """The facts in the store about the steps of a run.
 
-    Attributes:
-        frontier: fields of the frontier.
-        before: entry of the step before it in `batches`; None for the first step.
-        of_step: entry of the step itself; None where it is not planned, or released.
-        revision: the config revision in force.
-        now_ms: the time of the server.
+    `before` and `of_step` are the entries in `batches` of the step before it, and of the step
+    itself; None where it is not planned, or released. `revision` is the config in force.
     """
 
     frontier: StoredHash

@@ -50,12 +50,7 @@ class Rejection(NamedTuple):
 
 
 class RejectionFacts(NamedTuple):
-    """The facts in the store about an event to reject.
-
-    Attributes:
-        attempt: the trajectory that it names, or None.
-        fields: the fields of its entry; none where it is deleted.
-    """
+    """The facts in the store about an event to reject; a deleted one has no fields."""
 
     rejection: Rejection
     attempt: Attempt | None
@@ -100,11 +95,8 @@ def reject(events: Sequence[RejectionFacts], *, newest: Sequence[str], now_ms: i
     A sealed trajectory of an event becomes a dead letter. Any other event is kept itself, unless
     its trajectory is dead.
 
-    Args:
-        events: facts of the events.
-        newest: id of the newest event that is kept, and of the newest rejected one; "0-0" before
-            the first. An event from before them cannot be added to the kept ones.
-        now_ms: the time of the server.
+    `newest` has the ids of the newest event that is kept, and of the newest rejected one. An event
+    from before them cannot be added to the kept ones.
     """
     changes = Changes()
     changes.expect_newest("damaged", newest[0])

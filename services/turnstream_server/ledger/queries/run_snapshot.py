@@ -236,15 +236,7 @@ def _unseen_by(client: redis.Redis, run: str, frontier: Frontier) -> str:
 
 
 class _Times(NamedTuple):
-    """Leases, deadlines and beginnings of the waits, in ms.
-
-    Attributes:
-        now_ms: the store's clock, which leases use.
-        run_ms: the run's clock, which deadlines use.
-        leases: trajectory id -> end of its lease.
-        deadlines: group or reward -> its deadline.
-        since_ms: group -> its opening, and awaited trajectory -> its seal, as far as known.
-    """
+    """Leases by the store's clock, deadlines by the run's, and the beginnings of waits, in ms."""
 
     now_ms: int
     run_ms: int

@@ -78,12 +78,8 @@ _RELEASE = Script("release_payload", "turnstream_server.ledger.release")
 class ReleaseState:
     """The progress of a run's release at one time.
 
-    Attributes:
-        folded: newest step with a compact record.
-        num_records: compact records of untrained trajectories.
-        snapshot_step: newest plan that a starting planner does not read.
-        num_ended: trajectories that ever ended untrained and are not kept as dead letters.
-        num_entries: trajectories in the ledger.
+    `folded` is the newest step with a compact record, `num_ended` counts the trajectories that ever
+    ended untrained and are no dead letters, and `num_entries` those in the ledger.
     """
 
     released: int

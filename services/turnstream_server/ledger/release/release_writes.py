@@ -35,12 +35,8 @@ _VALUE: Final = re.compile(r" \([^()]*\)$")
 class WatermarkFacts:
     """The facts in the store about the low watermark of a run.
 
-    Attributes:
-        released: the watermark; None before the first.
-        checkpoints: the committed steps, in order and separated by commas, or None.
-        revision: number of the config in force.
-        num_kept: checkpoints that this config keeps.
-        observers: entries by name, `<newest step seen>:<ms of expiry, 0 once expired>:...`.
+    `num_kept` checkpoints are kept by the config in force. The entries of observers are
+    `<newest step seen>:<ms of expiry, 0 once expired>:...`.
     """
 
     released: bytes | None
@@ -202,12 +198,8 @@ def finish(facts: Sequence[bytes | None], records: Mapping[int, bytes]) -> list[
 class EndedFacts(NamedTuple):
     """The facts in the store about trajectories that ended untrained.
 
-    Attributes:
-        newest: number of the newest record; None before the first.
-        entries: their ledger entries by id.
-        groups: entries of their groups by name; None for a group that is compact.
-        reasons: those of `counts_of(entries)` that are counted already.
-        num_reasons: number of all reasons that are counted.
+    `newest` is the number of the newest record. A group that is compact has no entry. `reasons` are
+    those of `counts_of(entries)` that are counted already, among `num_reasons` of all.
     """
 
     newest: bytes | None
