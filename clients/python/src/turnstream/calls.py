@@ -17,12 +17,7 @@ after its deletion."""
 
 
 def connect_calls(url: str) -> Calls:
-    """Return the calls to the store or the gateway at an address; the first one connects.
-
-    Raises:
-        MissingExtraError: the package for HTTP is not installed.
-        InvalidConfigError: the file of certificates cannot be read.
-    """
+    """Return the calls to the store or the gateway at an address; the first one connects."""
     if not is_http(url):
         return StoreCalls(url)
     # Here and not above: the package for HTTP is an extra.

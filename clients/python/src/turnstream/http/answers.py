@@ -52,11 +52,7 @@ def headers_of(gateway: HttpAddress) -> dict[str, str]:
 
 
 def certificates_for(gateway: HttpAddress) -> ssl.SSLContext:
-    """Return the certificates that a client of a gateway trusts.
-
-    Raises:
-        InvalidConfigError: the file that TURNSTREAM_TLS_CA names has no certificates.
-    """
+    """Return the certificates that a client of a gateway trusts."""
     if gateway.base_url.startswith("https"):
         return trusting_context(root_certificates())
     return _untrusting()
@@ -86,12 +82,8 @@ def is_outage(answer: httpx2.Response) -> bool:
 def pause_s(answer: httpx2.Response, *, left_s: float) -> float | None:
     """Return the seconds after which a request may be repeated; None if it is not to be.
 
-    A request is repeated that came too early for its key. A full store and a wait that timed out
-    have the same status, and are errors.
-
-    Args:
-        answer: answer to the request.
-        left_s: time limit of the request, from now on.
+    A request is repeated that came too early for its key, while its time limit is not reached. A
+    full store and a wait that timed out have the same status, and are errors.
     """
     if answer.status_code != _TOO_FAST or problem_name(_problem(answer)) not in ("", "rejected"):
         return None

@@ -44,9 +44,6 @@ class GatewayClient:
             again.
         silent_s: seconds without an answer after which the gateway counts as away. A key that
             sends too fast is waited for within the same time.
-
-    Raises:
-        InvalidConfigError: the file that TURNSTREAM_TLS_CA names has no certificates.
     """
 
     def __init__(
@@ -78,12 +75,7 @@ class GatewayClient:
     ) -> Any:
         """Send a request that is safe to repeat; return the JSON of its answer.
 
-        Args:
-            method: HTTP method, such as "GET".
-            path: below `/v1`, percent-encoded.
-            content: JSON object of the body; None for no body.
-            query: parameters of the address.
-            limit_s: time limit of the request, in place of `silent_s`.
+        The path is below `/v1`, percent-encoded. `limit_s` replaces the time limit `silent_s`.
 
         Raises:
             StoreUnavailableError: the gateway or its store is away, or does not answer in time.

@@ -193,12 +193,7 @@ def _ids_of_texts(column: Column | None) -> Column | None:
 
 
 def _whole_response(response: Any) -> Any:
-    """Return the chunks of a stream as the JSON of one response; a response as it is.
-
-    Raises:
-        InvalidTurnError: the response is one of the Responses API, is an error, is not finished, or
-            has chunks of several responses.
-    """
+    """Return the chunks of a stream as the JSON of one response; a response as it is."""
     if isinstance(response, AsyncIterable):
         raise InvalidTurnError(
             "choices", "cannot be read from an asynchronous stream: give a list of its chunks"

@@ -124,11 +124,8 @@ def runs_of(
 ) -> list[VersionRun]:
     """Return the versions that sampled a response; empty if they are unknown.
 
-    Args:
-        spans: parts of the response with `version`, `start` and `end`.
-        labels: labels of the whole response; the first that has a number is taken.
-        given: version of the caller, for a response that names none.
-        num_tokens: length of the response.
+    They are those of its parts, `spans` with `version`, `start` and `end`. Else the first label of
+    the whole response that has a number is taken, else the version of the caller.
     """
     if spans is not None and spans[1]:
         runs = _runs_of_spans(*spans, num_tokens=num_tokens)
@@ -161,13 +158,8 @@ def routes_of(
 ) -> dict[str, Any] | None:
     """Return the router choices of a turn as its extra column; None without a `column`.
 
-    Args:
-        column: name of the extra column.
-        parts: fields of the response, and their values; those of the prompt come first.
-        num_tokens: tokens of prompt and response. The last one has no choice.
-
-    Raises:
-        InvalidTurnError: the response has none, or not those of all tokens.
+    `parts` are fields of the response and their values; those of the prompt come first. The last of
+    the `num_tokens` tokens of prompt and response has no choice.
     """
     if column is None:
         return None

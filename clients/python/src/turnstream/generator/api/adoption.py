@@ -50,13 +50,9 @@ async def adopt_trajectory(
     key: TrajectoryKey,
     declared: Sequence[DeclaredColumn] = (),
 ) -> Adopted:
-    """Adopt a lapsed trajectory for this writer, and read its turns.
+    """Adopt a lapsed trajectory for this writer, and read its turns. See `Publisher.adopt`.
 
-    Raises:
-        ConflictError: its lease has not ended, which `retry_after_s` says, or it is not open.
-            If the writer died between the seal and its event, the seal counts from now on.
-        FencedError: another writer has adopted it.
-        RecordError: a stored turn is damaged.
+    If the writer died between the seal and its event, the seal counts from now on.
     """
     name = keys.trajectory_id(key)
     epoch, num_samples = await calls.reply(Adopt(run, writer, name))
@@ -88,11 +84,7 @@ def _posted(name: str, answer: str) -> Exception:
 def adopted_turns(
     records: Sequence[bytes], declared: Sequence[DeclaredColumn]
 ) -> tuple[AdoptedTurn, ...]:
-    """Return the stored turns of a trajectory, in a run that declares these extra columns.
-
-    Raises:
-        RecordError: one of them is damaged.
-    """
+    """Return the stored turns of a trajectory; RecordError if one is damaged."""
     stored = [decode_turn(record) for record in records]
     prompts, extras = turn_prompts(stored), whole_extras(stored, declared)
     return tuple(

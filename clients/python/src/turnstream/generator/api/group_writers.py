@@ -30,12 +30,8 @@ _Writer = TypeVar("_Writer", bound=TrajectoryWriterBase[Any, Any])
 class GroupWriterBase(Generic[_Sender, _Writer]):
     """A group being written, with a writer per sample.
 
-    Args:
-        sender: sender of the publisher.
-        outbox: outbox of the publisher.
-        group: the group as it is opened.
-        make_writer: return the writer of an open trajectory.
-        reopen: find the unfinished samples of a group that may exist; None if it must be new.
+    `make_writer` returns the writer of an open trajectory. `reopen` finds the unfinished samples of
+    a group that may exist; it is None if the group must be new.
     """
 
     _entered_by: ClassVar[str]

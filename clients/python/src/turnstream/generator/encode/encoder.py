@@ -90,12 +90,7 @@ class TrajectoryDraft:
         self._versions: list[tuple[VersionRun, ...]] = []
 
     def add(self, turn: Turn) -> TurnRecord:
-        """Encode the next turn, and keep its tokens for the turns that follow.
-
-        Raises:
-            InvalidTurnError: the record would be larger than the limit, the trajectory has
-                MAX_TURNS turns, or an extra column does not go with those of earlier turns.
-        """
+        """Encode the next turn, and keep its tokens for the turns that follow."""
         linked = self._extras.link(turn, self._index.matches(turn.prompt_ids))
         made = self._encode(turn, linked)
         self._index.add(linked.match, turn.prompt_ids, turn.response_ids)
@@ -126,11 +121,7 @@ class TrajectoryDraft:
         metrics: Mapping[str, float] | None,
         awaits_reward: bool = False,
     ) -> DraftedSeal:
-        """Check the fields of the whole trajectory, and return its seal.
-
-        Raises:
-            InvalidTurnError: a value is wrong, there is no turn, or the seal is too large.
-        """
+        """Check the fields of the whole trajectory, and return its seal."""
         status = group_checks.checked_status(status)
         group_checks.require_turns(len(self._shapes), status)
         awaits_reward = flag(awaits_reward, field="awaits_reward")

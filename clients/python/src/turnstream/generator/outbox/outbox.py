@@ -13,13 +13,10 @@ calls return to their queues in order. A round takes, first to last::
     heartbeats   of all open trajectories when they are due; alone after a long silence
     waits        the state of the run, for groups whose wait is about to time out
 
-Each call has the handlers of its reply, in `admissions.py`, `trajectories.py`, `heartbeats.py` or
-`run_calls.py`. Acknowledged writes are kept until they are on disk (`resend.py`). A new connection
-first reads the server's run id. If the server was restarted, the kept writes return to the queues
-before all others.
-
-If the store syncs before it answers, a round is one transaction and costs one sync. Not
-thread-safe: the owner holds a lock.
+Each call has the handlers of its reply. Acknowledged writes are kept until they are on disk
+(`resend.py`). A new connection first reads the server's run id. If the server was restarted, the
+kept writes return to the queues before all others. If the store syncs before it answers, a round is
+one transaction and costs one sync. Not thread-safe: the owner holds a lock.
 """
 
 from __future__ import annotations
@@ -58,15 +55,7 @@ class Outbox:
     """Writes on their way to one run.
 
     Its arguments are those of `Publisher`. `jitter` returns numbers from 0 to 1, and `address` is
-    the address of the store, for messages.
-
-    Attributes:
-        target: the run, whose id is read before anything else is sent.
-        outage: how long the store may be away or silent.
-        why: reasons of unfinished waits.
-        tracker: its trajectories.
-        admissions: its groups that are not open.
-        run_calls: its calls that belong to no trajectory.
+    the address of the store, for messages. The id of the run is read before anything else is sent.
     """
 
     def __init__(
@@ -110,11 +99,7 @@ class Outbox:
     def append(
         self, queue: TrajectoryQueue, turn: TurnRecord, receipt: PendingWrite | None = None
     ) -> None:
-        """Send a turn after the others of its trajectory.
-
-        Raises:
-            TurnstreamError: the trajectory has failed before.
-        """
+        """Send a turn after the others of its trajectory, or raise the error that ended it."""
         queue.raise_error()
         queue.pending.append(PendingTurn(turn, receipt))
         self.inflight.accepted(len(turn.record), is_open=queue.epoch > 0)
@@ -123,11 +108,7 @@ class Outbox:
         self._queues.add_payload(queue)
 
     def seal(self, queue: TrajectoryQueue, seal: DraftedSeal, *, end: PendingWrite) -> None:
-        """End a trajectory after its last turn; the answer of the run settles `end`.
-
-        Raises:
-            TurnstreamError: the trajectory has failed before.
-        """
+        """End a trajectory after its last turn; the answer of the run settles `end`."""
         queue.raise_error()
         queue.seal, queue.merged_tokens, queue.awaits_reward = seal
         queue.end = end

@@ -66,8 +66,14 @@ class RunCalls:
 
     def take(self) -> list[Call]:
         """Return the calls to send now."""
+        run = self._tracker.run
         return [
-            Call(each.request(), each.accept, each.refuse, partial(self._queue.appendleft, each))
+            Call(
+                each.request._replace(run=run),
+                each.accept,
+                each.refuse,
+                partial(self._queue.appendleft, each),
+            )
             for each in drained(self._queue)
         ]
 
@@ -88,7 +94,7 @@ class RunCalls:
             self._tracker.resend_buffer.keep(call, now_s=now_s)
 
         call = RunCall(
-            lambda: CloseRun(self._tracker.run, reason),
+            CloseRun(self._tracker.run, reason),
             closed,
             partial(_refuse, receipt),
             receipt,
@@ -99,7 +105,7 @@ class RunCalls:
     def learn_columns(self, receipt: PendingWrite) -> None:
         """Read what the run declares."""
         call = RunCall(
-            lambda: ReadConfig(self._tracker.run),
+            ReadConfig(self._tracker.run),
             partial(self._accept_config, receipt),
             partial(_refuse, receipt),
             receipt,
@@ -111,7 +117,7 @@ class RunCalls:
         """Post a reward; the answer settles its receipt."""
         post = RewardPost(trajectory_id, receipt)
         call = RunCall(
-            lambda: PostReward(self._tracker.run, trajectory_id, record),
+            PostReward(self._tracker.run, trajectory_id, record),
             lambda answer, now_s: self._accept_reward(call, post, answer, now_s),
             lambda refused, now_s: self._refuse_reward(call, post, refused.error, now_s),
             post.receipt,

@@ -260,9 +260,7 @@ class TrajectoryTracker:
             self.refuse([queue], refused, now_s)
             self.resend_buffer.keep(KeptWrite(queue, is_adoption=True), now_s=now_s)
 
-        def request() -> Adopt:
-            return Adopt(self.run, self.writer, queue.trajectory_id)
-
+        request = Adopt(self.run, self.writer, queue.trajectory_id)
         self.send_queues.of_run.append(RunCall(request, accept, refuse))
 
     def resend(self, *, is_other: bool) -> None:
@@ -374,7 +372,7 @@ class TrajectoryTracker:
     def _count_conflict(self, queue: TrajectoryQueue, error: TurnstreamError) -> None:
         if isinstance(error, ConflictError):
             note = RunCall(
-                lambda: CountConflict(self.run, queue.trajectory_id, str(error)),
+                CountConflict(self.run, queue.trajectory_id, str(error)),
                 lambda _, __: None,
                 lambda refused, _: _logger.warning(
                     "run %s: a conflict is not counted: %s", self.run, refused.error

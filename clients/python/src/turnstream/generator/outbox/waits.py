@@ -75,11 +75,8 @@ class Outage:
     ) -> bool:
         """Record a failed try; return whether the outage has lasted too long.
 
-        Args:
-            trouble: error of the store or the connection.
-            now_s: the time.
-            since_s: start of the outage, if this is its first failure.
-            is_silent: the connection is open, and the store does not answer.
+        The first failure of an outage says since when it lasts. A silent store keeps the
+        connection open, and does not answer.
         """
         self._trouble, self._is_silent = trouble, is_silent
         self._away_since_s = self._away_since_s or since_s

@@ -266,14 +266,14 @@ class RunCall:
     """A call for which no other call waits.
 
     Attributes:
-        request: returns the request, once the id of the run is known.
+        request: the request; the id of its run may be found later.
         accept: handles an answer, and the time.
         refuse: handles a refusal, and the time.
         receipt: receipt of the first answer.
         what: the call in words, for errors.
     """
 
-    request: Callable[[], ScriptRequest]
+    request: ScriptRequest
     accept: Callable[[Any, float], None]
     refuse: Callable[[Refusal, float], None]
     receipt: PendingWrite | None = None

@@ -47,15 +47,7 @@ _SILENT: Final = 504
 
 
 class HttpTransport(Transport):
-    """The way of one writer over HTTP.
-
-    Args:
-        url: address of the gateway, with its key.
-        writer: encoded name of the writer.
-
-    Raises:
-        InvalidConfigError: the file that TURNSTREAM_TLS_CA names has no certificates.
-    """
+    """The way of one writer, whose name is encoded, to the gateway at `url`, which has its key."""
 
     def __init__(self, url: str, *, writer: str) -> None:
         self._gateway = parse_http(url)
@@ -100,11 +92,7 @@ class HttpTransport(Transport):
     async def send(
         self, calls: wire.Calls, *, timeout_s: float, on_sent: Callable[[], float] | None = None
     ) -> wire.Replies:
-        """Return the answer to calls, after the pauses that the gateway asks for.
-
-        Raises:
-            RedisError: the gateway or the store is away or silent, or the request is refused.
-        """
+        """Return the answer to calls, after the pauses that the gateway asks for."""
         body = calls.SerializeToString()
         try:
             async with asyncio.timeout(timeout_s) as limit:

@@ -53,14 +53,8 @@ _Result = TypeVar("_Result")
 class Sender(Generic[_Receipt]):
     """Owns the tasks and the connections of one publisher, which live in one event loop.
 
-    Args:
-        transport: the way to the store, closed with the sender.
-        outbox: its writes.
-        receipt_kind: kind of the receipts that callers get.
-
-    Attributes:
-        lock: held during every use of the outbox.
-        process: the process that may use it.
+    The transport is closed with the sender. Callers get receipts of `receipt_kind`. The lock is
+    held during every use of the outbox.
     """
 
     def __init__(self, transport: Transport, outbox: Outbox, receipt_kind: type[_Receipt]) -> None:

@@ -103,11 +103,7 @@ class Transport(StoreRequests):
 
 
 def transport_to(url: str, *, writer: str) -> Transport:
-    """Return the way of a writer to an address of a store or a gateway.
-
-    Raises:
-        MissingExtraError: the package for HTTP is not installed.
-    """
+    """Return the way of a writer to an address of a store or a gateway."""
     if is_http(url):
         with from_extra("http", needed_by="an address that begins with http"):
             from turnstream.generator.transport.http_transport import HttpTransport
