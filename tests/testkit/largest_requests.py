@@ -305,7 +305,7 @@ def calls(world: World) -> Iterator[Sent]:
             GroupOpened(group_id=f"g{n}", prompt_uid="", num_samples=size) for n in range(number)
         ]
         yield body(
-            OpenGroup(run, "w", each, b"", [f"{each.group_id}/{n}/0" for n in range(size)])
+            OpenGroup(run, "w", each, [f"{each.group_id}/{n}/0" for n in range(size)])
             for each in groups
         )
     yield body(ReadConfig(run) for _ in range(MAX_READS))

@@ -13,7 +13,7 @@ from turnstream.generator.encode.encoder import TrajectoryDraft
 from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.receipts import PendingWrite
 from turnstream.generator.outbox.writes import Call, Round, TrajectoryQueue
-from turnstream.generator.transport.redis_transport import num_replies, parse_replies
+from turnstream.generator.transport.transport import num_replies, parse_replies
 from turnstream.types import GroupOpened, Status, TrajectoryKey
 
 KEYS = [TrajectoryKey("g", sample) for sample in range(3)]

@@ -15,8 +15,8 @@ from testkit import ids
 from testkit.stores import Store
 from turnstream.errors import ConflictError, RejectedError
 from turnstream.generator import GroupWriter, Publisher
-from turnstream.generator.api.adoption import Reopened
 from turnstream.generator.api.trajectory_writers import TrajectoryWriter
+from turnstream.generator.api.work import Reopened
 from turnstream.store.client import keys
 from turnstream.store.run.groups import most_attempts
 from turnstream.types import GroupOpened, TrajectoryKey

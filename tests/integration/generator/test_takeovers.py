@@ -14,9 +14,8 @@ from testkit import ids
 from testkit.stores import Store
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator import Publisher
-from turnstream.generator.api.adoption import adopt_trajectory
-from turnstream.generator.transport.redis_transport import RedisRequests
-from turnstream.generator.transport.transport import BoundedCalls
+from turnstream.generator.api.work import adopt_trajectory
+from turnstream.generator.transport.transport import BoundedCalls, RedisRequests
 from turnstream.store.client import keys
 from turnstream.store.waits.bounded_call import StoreWait
 from turnstream.types import TrajectoryKey

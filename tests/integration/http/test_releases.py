@@ -17,7 +17,7 @@ from testkit.gateway_thread import GatewayThread
 from testkit.stores import RunReader
 from turnstream.generator import Publisher, requests
 from turnstream.generator.transport.messages import MEDIA_TYPE
-from turnstream.generator.transport.redis_transport import first_words
+from turnstream.generator.transport.transport import first_words
 from turnstream.http.problems import HEADER
 from turnstream.store.client.scripts import Script
 from turnstream.wire.v1 import calls_pb2 as wire

@@ -9,8 +9,7 @@ import pytest
 from turnstream.batching.fold.decisions import GroupCut
 from turnstream.errors import ConflictError, NotReadyError
 from turnstream.generator.api.work import WorkQueue
-from turnstream.generator.transport.redis_transport import RedisRequests
-from turnstream.generator.transport.transport import BoundedCalls
+from turnstream.generator.transport.transport import BoundedCalls, RedisRequests
 from turnstream.store.run.rewards import RewardOutcome
 from turnstream.store.run.tasks import Refill
 from turnstream.store.waits.bounded_call import StoreWait

@@ -10,7 +10,7 @@ from turnstream.errors import ConflictError, FencedError
 from turnstream.generator.encode.encoder import TrajectoryDraft
 from turnstream.generator.outbox.outbox import Outbox
 from turnstream.generator.outbox.receipts import PendingWrite
-from turnstream.generator.transport.redis_transport import num_replies, pack_round, parse_replies
+from turnstream.generator.transport.transport import num_replies, pack_round, parse_replies
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.connection import Link

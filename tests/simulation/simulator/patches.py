@@ -17,7 +17,7 @@ from unittest.mock import patch
 from simulator.clients import AsyncClient, AsyncLinkInMemory, LinkInMemory, thread_client
 from simulator.processes import Process, ProcessLoop
 from turnstream.generator.api import publisher_core, work
-from turnstream.generator.transport import redis_transport, sender
+from turnstream.generator.transport import sender, transport
 from turnstream.store.client.trajectory_names import keys_named
 from turnstream_server.batcher.assembly import payload
 from turnstream_server.batcher.planner import planner, renewal, timekeeper
@@ -70,7 +70,7 @@ def patched() -> Iterator[None]:
     client, link = _in_process(AsyncClient), _in_process(AsyncLinkInMemory)
     log: dict[str, Any] = {"handlers": [_Complaints(logging.ERROR)], "propagate": False}
     with (
-        patch.multiple(redis_transport, AsyncLink=link, connect_async=client),
+        patch.multiple(transport, AsyncLink=link, connect_async=client),
         patch.multiple(sender, time=clock),
         patch.multiple(publisher_core, time=clock, random=chance),
         patch.multiple(work, random=chance),

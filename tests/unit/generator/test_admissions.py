@@ -13,7 +13,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.errors import NotReadyError, WaitKind
 from turnstream.generator.outbox.receipts import PendingWrite
 from turnstream.generator.outbox.writes import Round, TrajectoryQueue
-from turnstream.generator.transport.redis_transport import num_replies
+from turnstream.generator.transport.transport import num_replies
 from turnstream.records.configs import encode_config
 
 

@@ -13,7 +13,7 @@ from testkit import assert_same, group, trajectory, turn
 from testkit.strategies import declared_columns, trees, with_extras
 from turnstream.batching.merge.storing import anchor_hash
 from turnstream.errors import InvalidTurnError
-from turnstream.generator.api.adoption import adopted_turns
+from turnstream.generator.api.work import adopted_turns
 from turnstream.generator.encode import checks, encoder
 from turnstream.generator.encode.encoder import TrajectoryDraft, draft_group
 from turnstream.records.events import decode_event

@@ -11,7 +11,7 @@ from testkit.outboxes import OutboxDriver, driver_with_queue
 from turnstream.errors import FencedError, RunNotFoundError
 from turnstream.generator.outbox.heartbeats import Heartbeats
 from turnstream.generator.outbox.writes import TargetRun, TrajectoryQueue
-from turnstream.generator.transport.redis_transport import parse_replies
+from turnstream.generator.transport.transport import parse_replies
 from turnstream.types import TrajectoryKey
 
 

@@ -38,7 +38,6 @@ from turnstream.generator.transport.messages import (
     request_of,
     value_of,
 )
-from turnstream.records.events import encode_event
 from turnstream.store.client.replies import error_text
 from turnstream.store.run.rewards import encode_reward
 from turnstream.types import GroupOpened, Purpose, TrajectoryKey
@@ -66,8 +65,7 @@ def _openings(draw: st.DrawFn) -> OpenGroup:
     members = draw(st.lists(st.tuples(_numbers, _numbers), max_size=3))
     ids = [TrajectoryKey(group.group_id, *member).trajectory_id for member in members]
     number, is_again = draw(_epochs), draw(st.booleans())
-    record = encode_event(group)
-    return OpenGroup(RUN, WRITER, group, record, ids, prompt_number=number, is_again=is_again)
+    return OpenGroup(RUN, WRITER, group, ids, prompt_number=number, is_again=is_again)
 
 
 @st.composite
@@ -129,7 +127,6 @@ EXAMPLES: Final[tuple[Any, ...]] = (
         RUN,
         WRITER,
         _GROUP,
-        encode_event(_GROUP),
         [_ID, "task-7/0/0"],
         prompt_number=9,
         is_again=True,

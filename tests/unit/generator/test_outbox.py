@@ -19,7 +19,7 @@ from turnstream.errors import ConflictError, StoreFullError, StoreUnavailableErr
 from turnstream.generator.outbox.receipts import PendingWrite
 from turnstream.generator.outbox.writes import SendQueues, TrajectoryQueue
 from turnstream.generator.requests import SCRIPTS
-from turnstream.generator.transport.redis_transport import num_replies, pack_round
+from turnstream.generator.transport.transport import num_replies, pack_round
 from turnstream.store.client.backoff import FIRST_PAUSE_S
 from turnstream.store.client.keys import trajectory_keys
 

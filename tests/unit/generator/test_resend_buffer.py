@@ -43,7 +43,7 @@ def test_beyond_its_bytes_the_oldest_turns_are_forgotten_but_nothing_is_proven()
 
 def opening() -> Admission:
     group = GroupOpened(group_id="g", prompt_uid="", num_samples=1)
-    return Admission(group, b"", [TrajectoryQueue(QUEUE.key, "g/0/0")], PendingWrite())
+    return Admission(group, [TrajectoryQueue(QUEUE.key, "g/0/0")], PendingWrite())
 
 
 def test_a_trajectory_counts_as_opened_while_its_opening_is_kept() -> None:

@@ -113,7 +113,7 @@ def test_trajectory_opened_by_a_task_has_its_lease_renewed() -> None:
     driver = OutboxDriver()
     group = GroupOpened(group_id="g", prompt_uid="", num_samples=2)
 
-    driver.outbox.admissions.adopt(group, {KEYS[0]: 3, KEYS[1]: 5}, now_s=driver.now_s)
+    driver.outbox.admissions.begin_opened(group, {KEYS[0]: 3, KEYS[1]: 5}, now_s=driver.now_s)
 
     assert driver.outbox.tracker.heartbeats.num_open == 2
 

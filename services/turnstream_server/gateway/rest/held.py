@@ -10,8 +10,7 @@ from fastapi import HTTPException, Request
 from pydantic import Field
 
 from turnstream.generator import requests
-from turnstream.generator.transport.redis_transport import RedisRequests
-from turnstream.generator.transport.transport import BoundedCalls
+from turnstream.generator.transport.transport import BoundedCalls, RedisRequests
 from turnstream.store.client import keys
 from turnstream.store.client.cancellation import cancel_all
 from turnstream.store.client.connection import address_of_client

@@ -41,7 +41,6 @@ class OpenGroup(NamedTuple):
     Attributes:
         run: id of the run, as in every request.
         writer: owner of the leases, as in every request that needs one.
-        record: the encoded `group`.
         trajectory_ids: samples to open.
         prompt_number: number of the prompt of a task; 0 for another group.
         is_again: the group was open before a restart of the store.
@@ -51,7 +50,6 @@ class OpenGroup(NamedTuple):
     run: str
     writer: str
     group: GroupOpened
-    record: bytes
     trajectory_ids: Sequence[str]
     prompt_number: int = 0
     is_again: bool = False
@@ -68,7 +66,8 @@ class OpenGroup(NamedTuple):
         )
         name = keys.encode_name(self.group.group_id)
         where = keys.run_keys(self.run).of_open_group
-        return OPEN_GROUP(where, name, size, self.writer, self.record, *self.trajectory_ids)
+        record = encode_event(self.group)
+        return OPEN_GROUP(where, name, size, self.writer, record, *self.trajectory_ids)
 
 
 def open_task(run: str, task: OfferedTask, *, writer: str, is_exclusive: bool = False) -> OpenGroup:
@@ -81,7 +80,6 @@ def open_task(run: str, task: OfferedTask, *, writer: str, is_exclusive: bool = 
         run,
         writer,
         task.group,
-        encode_event(task.group),
         task.trajectory_ids,
         prompt_number=task.number,
         is_exclusive=is_exclusive,

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
 import os
+import ssl
 import time
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, Final, cast
 
 import httpx2
 
-from turnstream.errors import StoreUnavailableError
-from turnstream.http.answers import (
-    JSON,
-    certificates_for,
-    content_of,
-    headers_of,
-    is_outage,
-    lost,
-    pause_s,
-    unlogged,
-)
+from turnstream import errors
+from turnstream.http.problems import HEADER, WIRE_VERSION, error_of, problem_name
 from turnstream.store.client.addresses import HttpAddress, parse_http
+from turnstream.store.client.api_keys import root_certificates, trusting_context
 from turnstream.store.client.backoff import pause_after
 from turnstream.store.client.connection import NUM_RETRIES
 from turnstream.store.client.deadlines import CONNECT_TIMEOUT_S, SOCKET_TIMEOUT_S
+from turnstream.store.client.replies import RETRY_AFTER_S
 
 PREFIX: Final = "/v1"
+JSON: Final = "application/json"
+
+_TOO_FAST: Final = 429
+_SILENCE: Final = 504
+_CONNECTION: Final = (408, 421, 425)
+"""Statuses that, like 5xx, are about the way to the gateway and not about the request."""
+
+_LEAST_PAUSE_S: Final = 0.05
+
+_is_ours: ContextVar[bool] = ContextVar("_is_ours", default=False)
+logging.getLogger("httpx2").addFilter(lambda _: not _is_ours.get())
 
 _IDLE_S: Final = 60.0
 """A gateway keeps an idle connection for 75 s."""
@@ -125,7 +133,7 @@ class GatewayClient:
 
     def _tried(
         self, method: str, path: str, options: Mapping[str, Any]
-    ) -> tuple[httpx2.Response | None, StoreUnavailableError | None]:
+    ) -> tuple[httpx2.Response | None, errors.StoreUnavailableError | None]:
         """Return the answer of one request, or the error of a lost connection."""
         try:
             with unlogged():
@@ -145,3 +153,115 @@ class GatewayClient:
                 verify=self._tls,
             )
         return self._http
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Send requests inside the block without a line for each in the log of httpx2."""
+    token = _is_ours.set(True)
+    try:
+        yield
+    finally:
+        _is_ours.reset(token)
+
+
+def headers_of(gateway: HttpAddress) -> dict[str, str]:
+    """Return the headers of each request to a gateway."""
+    headers = {HEADER: str(WIRE_VERSION), "Accept": JSON}
+    return {**headers, "X-API-Key": gateway.api_key} if gateway.api_key else headers
+
+
+def certificates_for(gateway: HttpAddress) -> ssl.SSLContext:
+    """Return the certificates that a client of a gateway trusts."""
+    if gateway.base_url.startswith("https"):
+        return trusting_context(root_certificates())
+    return _untrusting()
+
+
+def lost(error: Exception, gateway: HttpAddress) -> errors.StoreUnavailableError:
+    """Return the error of a request without an answer."""
+    words = f"{gateway.base_url}: {error}".rstrip(": ") or repr(error)
+    what = "cannot be reached"
+    if isinstance(error, httpx2.TimeoutException):
+        what = "has not answered in time"
+    message = f"the gateway {what}: {words}"
+    return errors.StoreUnavailableError(message, retry_after_s=RETRY_AFTER_S)
+
+
+def is_outage(answer: httpx2.Response) -> bool:
+    """Return whether an answer is of a proxy, or of a gateway that starts or stops.
+
+    A gateway that answers for its store has a problem document, and has repeated the call itself.
+    """
+    status = answer.status_code
+    if problem_name(_problem(answer)):
+        return False
+    return (status >= 500 and status != _SILENCE) or status in _CONNECTION
+
+
+def pause_s(answer: httpx2.Response, *, left_s: float) -> float | None:
+    """Return the seconds after which a request may be repeated; None if it is not to be.
+
+    A request is repeated that came too early for its key, while its time limit is not reached. A
+    full store and a wait that timed out have the same status, and are errors.
+    """
+    if answer.status_code != _TOO_FAST or problem_name(_problem(answer)) not in ("", "rejected"):
+        return None
+    text = answer.headers.get("retry-after", "")
+    pause = max(_LEAST_PAUSE_S, float(text) if text.isdecimal() else 1.0)
+    return pause if pause < left_s else None
+
+
+def content_of(answer: httpx2.Response, gateway: HttpAddress) -> Any:
+    """Return the JSON of an answer, or raise its error."""
+    if answer.is_success and _media_type(answer) == JSON:
+        return answer.json()
+    raise refusal(answer, gateway)
+
+
+def refusal(answer: httpx2.Response, gateway: HttpAddress) -> errors.TurnstreamError:
+    """Return the error of an answer that is no result."""
+    status, problem, base_url = answer.status_code, _problem(answer), gateway.base_url
+    if problem_name(problem):
+        return error_of(problem)
+    detail = str(problem.get("detail") or f"HTTP {status} {answer.reason_phrase}".strip())
+    if status in (401, 403):
+        return error_of({"status": status, "detail": detail})
+    if status == 407:
+        return errors.AccessDeniedError(f"a proxy denied access: {detail}")
+    if status >= 500 or status in _CONNECTION:
+        text = f"the gateway cannot be reached: {base_url}: {detail}"
+        return errors.StoreUnavailableError(text, retry_after_s=RETRY_AFTER_S)
+    if status < 300 or status in (404, 405):
+        path = answer.request.url.path
+        return errors.RejectedError(
+            f"{base_url} is no gateway of this release: HTTP {status} at {path}"
+        )
+    if status < 400:
+        location = answer.headers.get("location", "")
+        return errors.RejectedError(
+            f"{base_url} refers to {location!r}: use the address of the gateway"
+        )
+    retry_s = RETRY_AFTER_S if status == _TOO_FAST else None
+    return errors.RejectedError(f"{base_url}: HTTP {status}: {detail}", retry_s)
+
+
+def _problem(answer: httpx2.Response) -> Mapping[str, Any]:
+    """Return the problem document of an answer, or another JSON object; empty for other content."""
+    if answer.is_success or "json" not in _media_type(answer):
+        return {}
+    try:
+        found = json.loads(answer.content)
+    except ValueError:
+        return {}
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def _media_type(answer: httpx2.Response) -> str:
+    return answer.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+@functools.lru_cache(maxsize=1)
+def _untrusting() -> ssl.SSLContext:
+    """Return a context without any certificate, for addresses without TLS."""
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

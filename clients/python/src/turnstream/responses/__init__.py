@@ -5,7 +5,7 @@ of vLLM 0.33 and SGLang 0.5.23.
 """
 
 from turnstream.responses.engines import from_sglang, from_tinker, from_vllm
+from turnstream.responses.fields import TurnArguments
 from turnstream.responses.openai_servers import from_openai
-from turnstream.responses.outcomes import TurnArguments
 
 __all__ = ["TurnArguments", "from_openai", "from_sglang", "from_tinker", "from_vllm"]

@@ -8,6 +8,7 @@ from typing import Any, Final
 from turnstream.errors import InvalidTurnError
 from turnstream.responses.fields import (
     WHOLE_OUTPUT,
+    TurnArguments,
     check_sum,
     checked_logprobs,
     chosen,
@@ -16,10 +17,12 @@ from turnstream.responses.fields import (
     is_unfinished,
     list_of,
     prompt_of,
+    routes_of,
+    runs_of,
     sampled_of_flat,
     sampled_of_list,
+    turn_arguments,
 )
-from turnstream.responses.outcomes import TurnArguments, routes_of, runs_of, turn_arguments
 
 _SAMPLE_LOGPROBS: Final = "sample with SamplingParams(logprobs=0), or more than 0"
 _RETURN_LOGPROB: Final = "send return_logprob=true with the request"

@@ -9,6 +9,7 @@ from typing import Any, Final
 from turnstream.errors import InvalidTurnError
 from turnstream.responses.fields import (
     Column,
+    TurnArguments,
     checked_logprobs,
     chosen,
     field_at,
@@ -17,8 +18,10 @@ from turnstream.responses.fields import (
     is_unfinished,
     list_of,
     prompt_of,
+    routes_of,
+    runs_of,
+    turn_arguments,
 )
-from turnstream.responses.outcomes import TurnArguments, routes_of, runs_of, turn_arguments
 from turnstream.types.names import quoted
 
 _TOKEN_ID: Final = re.compile(r"token_id:([0-9]+)")

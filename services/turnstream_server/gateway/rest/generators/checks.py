@@ -46,7 +46,6 @@ from turnstream.store.run.groups import ATTEMPT_LIMIT
 from turnstream.store.run.leases import MAX_HEARTBEATS
 from turnstream.store.run.tasks import MOST_PASSED
 from turnstream.types import (
-    GroupOpened,
     Leftover,
     RewardPosted,
     SealedTrajectory,
@@ -115,7 +114,7 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def _check_opening(request: OpenGroup) -> None:
-    group = event_of(request.record, GroupOpened)
+    group = request.group
     checked_opening(
         group.group_id,
         group.num_samples,

@@ -12,7 +12,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from turnstream.generator.outbox.writes import StoreProcess
 from turnstream.generator.requests import SCRIPTS, SINGLE_SCRIPTS
-from turnstream.generator.transport.redis_transport import first_words, parse_process
+from turnstream.generator.transport.transport import first_words, parse_process
 from turnstream.store.client.connection import AsyncLink
 from turnstream.store.client.scripts import pack
 

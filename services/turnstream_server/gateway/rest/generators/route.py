@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from turnstream.generator.requests import AwaitWake, ReadTurns, ScriptRequest
 from turnstream.generator.transport.messages import MEDIA_TYPE, value_of
-from turnstream.generator.transport.redis_transport import parse_transaction
+from turnstream.generator.transport.transport import parse_transaction
 from turnstream.store.client import keys
 from turnstream.store.client.connection import MAX_BLOCK_S, connect
 from turnstream.store.client.deadlines import SILENT_S, SOCKET_TIMEOUT_S, is_silence

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import redis.asyncio
 
 from turnstream.errors import ConflictError, FencedError, ReleasedError, TurnstreamError
-from turnstream.generator.api.adoption import adopted_turns
+from turnstream.generator.api.work import adopted_turns
 from turnstream.generator.encode.encoder import TrajectoryDraft
 from turnstream.records.events import decode_event
 from turnstream.store.client import keys

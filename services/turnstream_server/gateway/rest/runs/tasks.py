@@ -15,11 +15,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, Field, StrictInt, StrictStr
-from turnstream.generator.transport.bounded_calls import BoundedCalls
 
 from turnstream.errors import InvalidTurnError, NotReadyError
 from turnstream.generator.api.work import WorkQueue
 from turnstream.generator.encode.group_checks import checked_key, checked_name
+from turnstream.generator.transport.transport import BoundedCalls
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run_async

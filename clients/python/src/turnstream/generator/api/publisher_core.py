@@ -20,10 +20,9 @@ from turnstream.errors import (
     NotReadyError,
     TurnstreamError,
 )
-from turnstream.generator.api.adoption import Reopened, adopt_trajectory, adopt_unfinished
 from turnstream.generator.api.group_writers import GroupWriterBase
 from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase
-from turnstream.generator.api.work import WorkQueue
+from turnstream.generator.api.work import Reopened, WorkQueue, adopt_trajectory, adopt_unfinished
 from turnstream.generator.encode.encoder import AdoptedTurn, DraftedGroup, draft_group
 from turnstream.generator.encode.group_checks import checked_name, checked_opening
 from turnstream.generator.outbox.outbox import Outbox
@@ -293,12 +292,16 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
 
     def _writers_of(self, taken: TakenTask) -> list[_Writer]:
         """Return the writers of a task; none if this publisher writes it already."""
-        task, now_s = taken.task, time.monotonic()
-        queues = self._sender.put(
-            lambda: self._outbox.admissions.adopt(
-                task.group, taken.epochs, now_s=now_s, prompt_number=task.number
+        task, outbox = taken.task, self._outbox
+
+        def adopt() -> list[TrajectoryQueue]:
+            if outbox.tracker.has_any(taken.epochs.keys()):
+                return []  # a restarted store grants such a task again
+            return outbox.admissions.begin_opened(
+                task.group, taken.epochs, now_s=time.monotonic(), prompt_number=task.number
             )
-        )
+
+        queues = self._sender.put(adopt)
         return [self._writer(task.group, queue.key, queue) for queue in queues]
 
     async def _publish(self, group: Group) -> _Receipt:

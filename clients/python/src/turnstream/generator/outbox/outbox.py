@@ -28,10 +28,9 @@ from redis.exceptions import NoScriptError, ResponseError
 
 from turnstream.errors import StoreUnavailableError, TurnstreamError
 from turnstream.generator.encode.encoder import DraftedGroup, DraftedSeal, TurnRecord
-from turnstream.generator.outbox.admissions import Admissions
 from turnstream.generator.outbox.receipts import InflightCounts, PendingWrite, PublisherStatistics
 from turnstream.generator.outbox.resend import KEEP_S, MAX_KEPT_BYTES, ResendBuffer
-from turnstream.generator.outbox.run_calls import RunCalls
+from turnstream.generator.outbox.run_calls import Admissions, RunCalls
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
 from turnstream.generator.outbox.waits import Outage, WaitMessages, first_result
 from turnstream.generator.outbox.writes import (

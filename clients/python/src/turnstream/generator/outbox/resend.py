@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from turnstream.errors import StoreBehindError, TurnstreamError
 from turnstream.generator.encode.encoder import TurnRecord
 from turnstream.generator.outbox.receipts import InflightCounts, PendingWrite
-from turnstream.generator.outbox.writes import Admission, RunCall, SendQueues, TrajectoryQueue
+from turnstream.generator.outbox.writes import Admission, Call, SendQueues, TrajectoryQueue
 from turnstream.store.client.replies import Refusal
 from turnstream.types import TrajectoryKey
 
@@ -34,7 +34,7 @@ class KeptWrite(NamedTuple):
     is_adoption: bool = False
 
 
-Acknowledged = Admission | KeptWrite | RunCall
+Acknowledged = Admission | KeptWrite | Call
 
 
 class _Kept(NamedTuple):
@@ -152,7 +152,7 @@ def resend(
                 adopted.append(queue)
             case KeptWrite(queue, turn):
                 turns.setdefault(queue, []).extend([] if turn is None else [turn])
-            case RunCall():
+            case Call():
                 send_queues.of_run.append(each)
     members = [queue for admission in admissions for queue in admission.queues if queue.epoch]
     closed = _unfailed([*members, *adopted])
@@ -166,7 +166,6 @@ def resend(
     for admission in reversed(admissions):
         again = Admission(
             admission.group,
-            admission.record,
             [queue for queue in admission.queues if queue in closed],
             PendingWrite(),
             prompt_number=admission.prompt_number,

@@ -18,7 +18,6 @@ from turnstream.generator.outbox.writes import (
     MAX_ROUND_BYTES,
     Admission,
     Call,
-    RunCall,
     SendQueues,
     TargetRun,
     TrajectoryQueue,
@@ -261,7 +260,7 @@ class TrajectoryTracker:
             self.resend_buffer.keep(KeptWrite(queue, is_adoption=True), now_s=now_s)
 
         request = Adopt(self.run, self.writer, queue.trajectory_id)
-        self.send_queues.of_run.append(RunCall(request, accept, refuse))
+        self.send_queues.of_run.append(Call(request, accept, refuse))
 
     def resend(self, *, is_other: bool) -> None:
         """Return all kept writes to the queues, before everything that waits.
@@ -371,7 +370,7 @@ class TrajectoryTracker:
 
     def _count_conflict(self, queue: TrajectoryQueue, error: TurnstreamError) -> None:
         if isinstance(error, ConflictError):
-            note = RunCall(
+            note = Call(
                 CountConflict(self.run, queue.trajectory_id, str(error)),
                 lambda _, __: None,
                 lambda refused, _: _logger.warning(

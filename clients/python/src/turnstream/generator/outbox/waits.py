@@ -11,8 +11,8 @@ from turnstream.errors import (
     WaitKind,
     WaitReason,
 )
-from turnstream.generator.outbox.admissions import MAX_NAMED, Admissions
 from turnstream.generator.outbox.receipts import PendingWrite
+from turnstream.generator.outbox.run_calls import MAX_NAMED, Admissions
 from turnstream.generator.outbox.trajectories import TrajectoryTracker
 from turnstream.generator.outbox.writes import Admission, TrajectoryQueue
 from turnstream.store.client.backoff import pause_after

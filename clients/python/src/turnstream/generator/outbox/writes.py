@@ -32,13 +32,13 @@ _MAX_SEAL_BYTES: Final = 1 << 20  # a call blocks the store; one seal alone may 
 
 
 class Call(NamedTuple):
-    """A call of a round, and what follows from its reply.
+    """A call, and the handlers of its reply, which get the answer or the refusal, and the time.
 
     Attributes:
-        accept: handles an answer, and the time.
-        refuse: handles a refusal, and the time.
         put_back: queues the call again, before all others.
         is_write: a receipt waits for it.
+        receipt: receipt of the first answer, of a call for which no other call waits.
+        what: such a call in words, for errors.
     """
 
     request: ScriptRequest
@@ -46,6 +46,8 @@ class Call(NamedTuple):
     refuse: Callable[[Refusal, float], None]
     put_back: Callable[[], None] = lambda: None
     is_write: bool = True
+    receipt: PendingWrite | None = None
+    what: str = ""
 
 
 class Round(NamedTuple):
@@ -243,7 +245,6 @@ class Admission:
     """A group that requests admission, or further samples of an open group.
 
     Attributes:
-        record: the encoded `group`.
         opened: receipt of the answer.
         since_s: time of the first refusal for lack of capacity; None before.
         reason: message of the last refusal.
@@ -252,32 +253,12 @@ class Admission:
     """
 
     group: GroupOpened
-    record: bytes
     queues: Sequence[TrajectoryQueue]
     opened: PendingWrite
     since_s: float | None = None
     reason: str = ""
     prompt_number: int = 0
     is_again: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class RunCall:
-    """A call for which no other call waits.
-
-    Attributes:
-        request: the request; the id of its run may be found later.
-        accept: handles an answer, and the time.
-        refuse: handles a refusal, and the time.
-        receipt: receipt of the first answer.
-        what: the call in words, for errors.
-    """
-
-    request: ScriptRequest
-    accept: Callable[[Any, float], None]
-    refuse: Callable[[Refusal, float], None]
-    receipt: PendingWrite | None = None
-    what: str = ""
 
 
 class SendQueues:
@@ -289,7 +270,7 @@ class SendQueues:
         seals: trajectories whose payload is acknowledged and whose seal is not posted.
         admissions: groups that request admission.
         waiting: groups whose request was refused for lack of capacity, oldest first.
-        of_run: calls that no other call waits for.
+        of_run: calls that no other call waits for; the id of their run may be found later.
     """
 
     def __init__(self) -> None:
@@ -298,7 +279,7 @@ class SendQueues:
         self.seals: deque[TrajectoryQueue] = deque()
         self.admissions: deque[Admission] = deque()
         self.waiting: deque[Admission] = deque()
-        self.of_run: deque[RunCall] = deque()
+        self.of_run: deque[Call] = deque()
 
     @property
     def is_empty(self) -> bool:

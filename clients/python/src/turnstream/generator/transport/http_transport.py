@@ -24,7 +24,7 @@ from turnstream.generator.outbox.writes import Answers, Round, StoreProcess
 from turnstream.generator.requests import Request
 from turnstream.generator.transport.messages import MEDIA_TYPE, call_of, reply_of
 from turnstream.generator.transport.transport import Transport
-from turnstream.http.answers import certificates_for, headers_of, pause_s, refusal, unlogged
+from turnstream.http.client import certificates_for, headers_of, pause_s, refusal, unlogged
 from turnstream.store.client.addresses import HttpAddress, parse_http
 from turnstream.store.client.backoff import pause_after
 from turnstream.store.client.connection import NUM_RETRIES

@@ -173,7 +173,6 @@ def _read_opening(it: wire.OpenGroup, run: str, writer: str) -> OpenGroup:
         run,
         writer,
         group,
-        encode_event(group),
         ids,
         prompt_number=it.prompt_number,
         is_again=it.is_again,
