@@ -4,7 +4,7 @@ import pytest
 
 from testkit import group, wait_until
 from testkit.stores import Store
-from turnstream.errors import EndOfRunError, GroupTooLargeError, NotReadyError
+from turnstream.errors import EndOfRunError, GroupTooLargeError
 from turnstream.generator import Publisher
 from turnstream.store.run.runs import close_run
 
@@ -46,24 +46,6 @@ def test_closing_the_run_refuses_waiting_groups(store: Store) -> None:
     assert store.read(run).counts() == {"accepted": 2, "sealed": 2}
 
 
-def test_admission_wait_ends_by_its_deadline_with_the_reason(store: Store) -> None:
-    run = store.new_run(**ONE_GROUP)
-
-    with Publisher(store.url, run, admission_timeout_s=0.1) as publisher:
-        publisher.publish(group("a")).result(10)
-        with pytest.raises(NotReadyError, match=r"within 0\.1 s: 1 groups are live, 1 are allowed"):
-            publisher.publish(group("b")).result(10)
-        with (
-            pytest.raises(NotReadyError, match="group c: no admission"),
-            publisher.group("c", 2),
-        ):
-            pass
-        store.read(run).frees_capacity(stepped=1)
-        publisher.publish(group("d")).result(10)
-
-    assert store.read(run).counts() == {"accepted": 4, "sealed": 4}
-
-
 def test_a_group_that_waits_starts_after_the_server_was_restarted(own_store: Store) -> None:
     run = own_store.new_run(**ONE_GROUP)
 
@@ -76,20 +58,6 @@ def test_a_group_that_waits_starts_after_the_server_was_restarted(own_store: Sto
         receipt.result(10)
 
     assert own_store.read(run).counts() == {"accepted": 4, "sealed": 4}
-
-
-def test_closing_a_publisher_that_waits_withdraws_the_group(store: Store) -> None:
-    run = store.new_run(**ONE_GROUP)
-    publisher = Publisher(store.url, run)
-    publisher.publish(group("a")).result(10)
-    receipt = publisher.publish(group("b"))
-    is_waiting(publisher)
-
-    with pytest.raises(NotReadyError):
-        publisher.close(timeout_s=0.05)
-
-    assert receipt.is_done
-    assert store.read(run).counts() == {"accepted": 2, "sealed": 2}
 
 
 def test_an_evaluation_above_the_budget_is_refused_at_once(store: Store) -> None:

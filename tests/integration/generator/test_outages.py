@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,18 @@ import redis
 
 from testkit import group, ids, servers, trajectory, turn, wait_until
 from testkit.stores import Store, lose_answer
-from turnstream.errors import NotReadyError, RejectedError, StoreUnavailableError
+from turnstream.errors import (
+    InvalidConfigError,
+    NotReadyError,
+    RejectedError,
+    StoreUnavailableError,
+)
 from turnstream.generator import Publisher
 from turnstream.generator.api.trajectory_writers import TrajectoryWriter
 from turnstream.generator.transport import sender
+from turnstream.store.client.connection import connect
 from turnstream.types import Trajectory, TrajectoryKey
+from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
 
@@ -204,3 +212,89 @@ def test_a_password_that_is_wrong_is_no_outage(own_store: Store) -> None:
 
     own_store.client.execute_command("AUTH", "right")
     own_store.client.config_set("requirepass", "")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("appendfsync", "no"), ("no-appendfsync-on-rewrite", "yes")]
+)
+def test_store_with_unsafe_sync_settings_receives_no_writes(
+    own_store: Store, setting: str, value: str
+) -> None:
+    run = own_store.new_run()
+    before: Any = own_store.client.config_get(setting)
+    (safe,) = before.values()
+    own_store.client.config_set(setting, value)
+
+    with Publisher(own_store.url, run) as publisher:
+        for name in ("g0", "g1"):
+            with pytest.raises(
+                InvalidConfigError, match=f"{setting}: the store at .* has '{value}'"
+            ):
+                publisher.publish(group(name)).result(10)
+
+    own_store.client.config_set(setting, safe)  # the fixtures connect again
+
+
+@pytest.fixture
+def forcing_store(new_run: Callable[..., str]) -> Iterator[Store]:
+    with EmbeddedServer(durability="fsync") as server, connect(server.url) as client:
+        yield Store(server, client, new_run)
+
+
+def num_groups_of_writes(client: redis.Redis) -> int:
+    commands: Any = client.info("commandstats")
+    return commands.get("cmdstat_exec", {"calls": 0})["calls"]
+
+
+def append_side_by_side(client: redis.Redis, publisher: Publisher, *, num_turns: int) -> None:
+    """Append to eight trajectories while the store is paused, then seal them."""
+    episodes = [publisher.trajectory("g", sample, num_samples=8) for sample in range(8)]
+    for episode in episodes:
+        episode.append(ids("a"), ids("b")).result(10)
+    client.client_pause(60_000, all=False)
+    for number in range(2, num_turns + 1):
+        for episode in episodes:
+            episode.append(ids("a" * number), ids("b"))
+    client.client_unpause()
+    for episode in episodes:
+        episode.seal(1.0)
+
+
+def test_many_turns_become_few_writes_to_disk(forcing_store: Store) -> None:
+    run = forcing_store.new_run()
+
+    with Publisher(forcing_store.url, run) as publisher:
+        append_side_by_side(forcing_store.client, publisher, num_turns=40)
+
+    stored = forcing_store.read(run)
+    assert stored.counts() == {"accepted": 8, "sealed": 8}
+    assert [len(stored.spelled(key)) for key in stored.sealed()] == [40] * 8
+    assert 0 < num_groups_of_writes(forcing_store.client) < 40
+
+
+def test_full_store_takes_stored_seals_and_later_the_rest(forcing_store: Store) -> None:
+    run = forcing_store.new_run()
+    long = trajectory(turn("a" * 20_000, "B"))
+
+    with Publisher(forcing_store.url, run) as publisher:
+        publisher.publish(group("before", long)).result(10)
+        with publisher.group("open", 20) as opened, ThreadPoolExecutor(20) as generators:
+            used: Any = forcing_store.client.info("memory")
+            forcing_store.client.config_set("maxmemory", used["used_memory"] + 300_000)
+            ends = [
+                generators.submit(write, opened.trajectory(sample), long) for sample in range(20)
+            ]
+            wait_until(lambda: publisher.statistics().num_retries > 50, describe="a full server")
+            when_full = forcing_store.read(run).counts()
+            forcing_store.client.config_set("maxmemory", 0)
+            for end in ends:
+                end.result(20)
+
+    assert 0 < when_full["sealed"] < 21
+    assert forcing_store.read(run).counts() == {"accepted": 21, "sealed": 21}
+
+
+def write(writer: TrajectoryWriter, whole: Trajectory) -> None:
+    (only,) = whole.turns
+    writer.append(only.prompt_ids, only.response_ids, logprobs=only.logprobs)
+    writer.seal(1.0)

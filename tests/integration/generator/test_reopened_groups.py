@@ -65,16 +65,31 @@ def write_rest(publisher: Publisher) -> list[int]:
         return write_all(group)
 
 
-def test_finished_group_yields_no_sample(store: Store) -> None:
+def test_finished_group_yields_no_sample_until_and_after_its_release(store: Store) -> None:
     run = store.new_run()
     with Publisher(store.url, run) as publisher:
         first = write_rest(publisher)
         again = write_rest(publisher)
+        with (
+            publisher.group("g", 3, exist_ok=True) as group,
+            pytest.raises(RejectedError, match="sample 1 of group 'g' is finished"),
+        ):
+            group.trajectory(1)
+        with (
+            pytest.raises(ConflictError, match="was opened with 3 samples, not 4"),
+            publisher.group("g", 4, exist_ok=True),
+        ):
+            pass
+    counts = store.read(run).counts()
+    # The ledger no longer names its trajectories; only a fingerprint of the group is left.
+    names, digest = keys.run_keys(run), hashlib.sha1(b"g")
+    store.client.delete(names.groups, names.ledger)
+    store.client.hset(names.finished_groups, digest.hexdigest()[:3], digest.digest()[:8])
     with Publisher(store.url, run) as publisher:
         later = write_rest(publisher)
 
     assert (first, again, later) == ([0, 1, 2], [], [])
-    assert store.read(run).counts() == {"accepted": 3, "sealed": 3}
+    assert counts == {"accepted": 3, "sealed": 3}
 
 
 @pytest.mark.parametrize("writer", ["", "gen-0"])
@@ -186,43 +201,6 @@ def test_samples_that_another_generator_opens_first_are_its_own(
 
     assert written == [*range(num_lost, 3)]
     assert store.read(run).states() == SEALED
-
-
-def test_finished_sample_is_refused_by_its_number(store: Store) -> None:
-    run = store.new_run()
-    with Publisher(store.url, run) as publisher:
-        write_rest(publisher)
-
-        with (
-            publisher.group("g", 3, exist_ok=True) as group,
-            pytest.raises(RejectedError, match="sample 1 of group 'g' is finished"),
-        ):
-            group.trajectory(1)
-
-
-def test_group_of_another_size_is_refused(store: Store) -> None:
-    run = store.new_run()
-    with Publisher(store.url, run) as publisher:
-        write_rest(publisher)
-
-        with (
-            pytest.raises(ConflictError, match="was opened with 3 samples, not 4"),
-            publisher.group("g", 4, exist_ok=True),
-        ):
-            pass
-
-
-def test_released_group_yields_no_sample(store: Store) -> None:
-    # The ledger no longer names its trajectories; only a fingerprint of the group is left.
-    run = store.new_run()
-    with Publisher(store.url, run) as publisher:
-        write_rest(publisher)
-        names = keys.run_keys(run)
-        store.client.delete(names.groups, names.ledger)
-        digest = hashlib.sha1(b"g")
-        store.client.hset(names.finished_groups, digest.hexdigest()[:3], digest.digest()[:8])
-
-        assert write_rest(publisher) == []
 
 
 def test_group_left_without_a_seal_is_named_in_one_warning(

@@ -269,7 +269,7 @@ def test_other_address_is_refused(server: Any, gateway: GatewayThread) -> None:
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx2", None)
-    for name in ("answers", "client", "gateway_calls"):
+    for name in ("client", "gateway_calls"):
         monkeypatch.delitem(sys.modules, f"turnstream.http.{name}", raising=False)
 
     with pytest.raises(MissingExtraError, match=r"httpx2: pip install 'turnstream\[http\]'"):

@@ -63,48 +63,27 @@ def timed_out() -> tuple[OutboxDriver, TrajectoryQueue, Round]:
     return driver, queue, asked
 
 
-def test_turns_wait_until_their_trajectory_is_open() -> None:
-    driver = OutboxDriver()
-    (queue,) = driver.request()
-    driver.append(queue)
-
-    first, second = driver.answer([1]), driver.answer(1)
-
-    assert driver.script_names(first) == ["open_group"]
-    assert driver.script_names(second) == ["append"]
-    assert second.commands[0].args[0] == "1:w"
-    assert driver.outbox.is_idle
-
-
 def test_refused_group_waits_until_it_is_woken() -> None:
     driver, queue = driver_with_queue()
     opened = PendingWrite()
-    driver.request(opened=opened)
+    (waiting,) = driver.request(opened=opened)
+    driver.append(waiting)
 
     driver.answer(ResponseError("WAIT [7-0] no capacity"))
+    driver.request()
+    driver.answer(ResponseError("WAIT [9-0] no capacity"))
     driver.append(queue)
     payload = driver.answer(1)
     wake_id, nothing_to_send = driver.outbox.admissions.wake_id, driver.take() is None
     driver.outbox.admissions.woken()
-    again = driver.answer([1])
+    rounds = [driver.script_names(driver.answer(*answers)) for answers in ([[1], [1]], [1])]
 
-    assert (wake_id, nothing_to_send) == ("7-0", True)
-    assert (driver.script_names(payload), driver.script_names(again)) == (
-        ["append"],
-        ["open_group"],
-    )
+    assert (wake_id, nothing_to_send) == ("7-0", True)  # the listener starts at the oldest id
+    assert driver.script_names(payload) == ["append"]
+    assert rounds == [["open_group", "open_group"], ["append"]]
     assert opened.is_done
     assert driver.outbox.admissions.wake_id is None
-    assert driver.outbox.inflight.statistics().num_waits == 1
-
-
-def test_listener_starts_from_the_oldest_wake_id() -> None:
-    driver = OutboxDriver()
-    for wake_id in ("7-0", "9-0"):
-        driver.request()
-        driver.answer(ResponseError(f"WAIT [{wake_id}] no capacity"))
-
-    assert driver.outbox.admissions.wake_id == "7-0"
+    assert driver.outbox.inflight.statistics().num_waits == 2
 
 
 def test_admission_wait_ends_by_its_deadline() -> None:
@@ -186,21 +165,6 @@ def test_answer_from_before_a_wait_is_not_its_reason() -> None:
     ]
 
     assert said == [[WaitKind.NO_ADMISSION, WaitKind.RUN_PAUSED], [WaitKind.NO_ADMISSION]]
-
-
-def test_admitted_group_reads_no_wait_reasons() -> None:
-    driver = OutboxDriver(admission_timeout_s=60.0)
-    driver.request()
-    refused = driver.answer(ResponseError("WAIT [7-0] no capacity"))
-    driver.now_s += 50.0
-
-    driver.outbox.admissions.woken()
-    admitted = driver.answer([1])
-
-    assert [driver.script_names(each) for each in (refused, admitted)] == [
-        ["open_group"],
-        ["open_group"],
-    ]
 
 
 def test_group_abandoned_while_it_waits_is_not_requested_again() -> None:

@@ -107,8 +107,10 @@ def test_full_server_gets_the_refused_call_again_after_a_pause() -> None:
 def test_round_is_one_write_if_the_store_may_sync_before_answers(
     sync: Any, is_grouped: bool
 ) -> None:
-    driver = OutboxDriver()
-    for queue in driver.open_queues(2, sync=sync):
+    driver = OutboxDriver(keep_s=5.0)
+    queues = driver.open_queues(2, sync=sync)
+    assert driver.outbox.is_on_disk == (sync == "always")  # nothing is kept for such a store
+    for queue in queues:
         driver.append(queue)
 
     sent = driver.take_round()
@@ -121,15 +123,6 @@ def test_round_is_one_write_if_the_store_may_sync_before_answers(
     assert num_replies(sent) == (4 if is_grouped else 2)
 
 
-def test_a_round_of_one_call_needs_no_group() -> None:
-    driver, queue = driver_with_queue(sync="always")
-    driver.append(queue)
-
-    sent = driver.take_round()
-
-    assert not sent.is_grouped
-
-
 def test_calls_of_one_write_are_answered_one_by_one() -> None:
     driver = OutboxDriver()
     one, other = driver.open_queues(2, sync="always")
@@ -140,6 +133,9 @@ def test_calls_of_one_write_are_answered_one_by_one() -> None:
     assert [receipt.is_done for receipt in receipts] == [True, True]
     assert one.error is None
     assert isinstance(other.error, ConflictError)
+    driver.answer(1)  # the count of the conflict
+    driver.append(one)
+    assert not driver.take_round().is_grouped  # one call needs no group
 
 
 def test_full_server_that_refused_one_write_gets_single_calls() -> None:
@@ -242,7 +238,7 @@ def test_call_has_a_thousand_turns_or_256_seals_at_most() -> None:
 def test_fail_all_settles_every_write_and_keeps_idle_trajectories() -> None:
     driver = OutboxDriver()
     live, sending = driver.open_queues(2)
-    receipt = driver.append(sending)
+    receipt = driver.append(sending, response="B" * 5_000)
     asking, opened, closing = PendingWrite(), PendingWrite(), PendingWrite()
     driver.request(opened=asking)
     sent = driver.take_round()
@@ -254,6 +250,7 @@ def test_fail_all_settles_every_write_and_keeps_idle_trajectories() -> None:
 
     assert all(delivery.errors for delivery in (receipt, asking, opened, closing))
     assert (live.error, driver.outbox.is_idle) == (None, True)
+    assert driver.take() is None  # no bytes are reserved for what has failed
 
 
 def test_writes_fail_with_reasons_after_a_long_silence() -> None:
@@ -278,19 +275,8 @@ def test_writes_fail_with_reasons_after_a_long_silence() -> None:
         assert error.reasons[0].facts["sample"] == queue.key.sample
         assert error.reasons[1].facts == {"address": "10.0.0.7:6379", "since_s": 10.5}
     assert driver.outbox.is_idle
-
-
-def test_store_is_identified_again_after_an_abandoned_round() -> None:
-    driver, queue = driver_with_queue(timeout_s=10.0)
-    driver.append(queue)
-    driver.take()
-    driver.now_s += 11.0
-    driver.outbox.expire(driver.now_s)
-
     driver.request()
-    sent = driver.take_round()
-
-    assert sent.is_first
+    assert driver.take_round().is_first  # the store is identified again
 
 
 def test_outage_counts_from_the_unanswered_round() -> None:
@@ -307,3 +293,27 @@ def test_outage_counts_from_the_unanswered_round() -> None:
         receipt.raise_error()
     silent = caught.value.reasons[-1]
     assert (silent.kind, silent.facts["since_s"]) == ("store_away", pytest.approx(40.0, abs=0.1))
+
+
+def test_waiting_groups_take_no_space_from_open_trajectories() -> None:
+    driver = OutboxDriver(max_inflight_bytes=100)
+    counts = driver.outbox.inflight
+    found: list[tuple[bool, bool, bool]] = []
+
+    def look(num_bytes: int = 100) -> None:
+        capacity = counts.has_capacity_for_turn(num_bytes), counts.has_capacity_for_group(num_bytes)
+        found.append((*capacity, counts.statistics().inflight_bytes > 0))
+
+    look(10**9)  # one write always fits
+    (queue,) = driver.request()
+    driver.append(queue)
+    driver.answer(ResponseError("WAIT [7-0] no capacity"))
+    look()
+    driver.outbox.admissions.woken()
+    driver.answer([1])
+    look()
+    driver.answer(1)
+    look()
+
+    empty = (True, True, False)
+    assert found == [empty, (True, False, True), (False, False, True), empty]

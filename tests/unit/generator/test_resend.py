@@ -7,10 +7,13 @@ from redis.exceptions import ResponseError
 
 from testkit.outboxes import OutboxDriver, driver_with_queue, driver_with_seal
 from turnstream.errors import ConflictError, FencedError, StoreBehindError, StoreUnavailableError
+from turnstream.generator.encode.encoder import TurnRecord
 from turnstream.generator.outbox.receipts import PendingWrite
+from turnstream.generator.outbox.resend import KeptWrite, ResendBuffer
+from turnstream.generator.outbox.writes import Admission, TrajectoryQueue
 from turnstream.generator.transport.transport import num_replies
 from turnstream.store.run.rewards import encode_reward
-from turnstream.types import GroupOpened, TrajectoryKey
+from turnstream.types import GroupOpened, TrajectoryKey, TurnShape
 
 
 def connect(driver: OutboxDriver, run_id: bytes) -> None:
@@ -55,6 +58,7 @@ def test_resent_turns_are_counted_only_as_resent() -> None:
     before = driver.outbox.inflight.statistics()
 
     driver.restart()
+    num_leases = driver.outbox.tracker.heartbeats.num_open
     driver.answer([1], b"OK")
     held = driver.outbox.inflight.statistics().inflight_bytes
     driver.answer(0)
@@ -64,7 +68,7 @@ def test_resent_turns_are_counted_only_as_resent() -> None:
     assert (before.num_trajectories, after.num_trajectories) == (1, 1)
     assert (before.num_turns, after.num_turns) == (1, 1)
     assert (after.num_resent, after.num_duplicates, after.inflight_bytes, held) == (1, 2, 0, 0)
-    assert after.num_restarts == 1
+    assert (after.num_restarts, num_leases) == (1, 0)  # none before the group is open again
     assert queue.num_acknowledged == 1
 
 
@@ -93,15 +97,6 @@ def test_ended_trajectory_is_lost_if_the_store_stays_away() -> None:
     assert isinstance(lost, StoreBehindError)
     assert "g/0/0 was acknowledged" in str(lost)
     assert errors(end) == []  # it was told long ago
-
-
-def test_seal_refused_for_another_reason_does_not_ask_its_payload() -> None:
-    driver, _, end = driver_with_seal(keep_s=5.0)
-
-    driver.answer([b"FENCED g/0/0 is being written by x"])
-
-    assert errors(end) == [FencedError]
-    assert driver.outbox.is_idle
 
 
 def test_turns_of_a_finished_trajectory_are_refused() -> None:
@@ -143,17 +138,6 @@ def test_only_ended_trajectories_are_losses() -> None:
 
     assert errors(receipt) == [ConflictError]
     assert driver.outbox.take_losses() == []
-
-
-def test_no_lease_is_renewed_before_the_group_is_open_again() -> None:
-    driver = OutboxDriver(keep_s=5.0)
-    driver.open_with_turn()
-
-    driver.restart()
-    before = driver.outbox.tracker.heartbeats.num_open
-    driver.answer([1], b"OK")
-
-    assert (before, driver.outbox.tracker.heartbeats.num_open) == (0, 1)
 
 
 def test_leases_and_bytes_of_a_known_group_are_renewed_at_once() -> None:
@@ -231,15 +215,6 @@ def test_waiting_trajectory_without_writes_fails_with_the_others() -> None:
         driver.append(queue)
 
 
-def test_failed_trajectory_reserves_nothing() -> None:
-    driver, queue = driver_with_queue()
-    driver.append(queue, response="B" * 10_000)
-
-    driver.outbox.fail_all(StoreUnavailableError("away"))
-
-    assert driver.take() is None
-
-
 def test_lost_group_waits_for_admission_without_a_deadline() -> None:
     # It was lost when the wait for admission of a new group would have ended.
     driver, _, end = driver_with_seal(keep_s=5.0)
@@ -289,11 +264,13 @@ def test_task_counts_as_written_here_until_it_failed() -> None:
     epochs = {TrajectoryKey("g", 0): 3}
     (queue,) = driver.outbox.admissions.begin_opened(group, epochs, now_s=driver.now_s)
 
+    num_leases = driver.outbox.tracker.heartbeats.num_open
     is_written = driver.outbox.tracker.has_any(epochs.keys())
     driver.append(queue)
     driver.outbox.fail_all(StoreUnavailableError("away"))
 
-    assert (is_written, driver.outbox.tracker.has_any(epochs.keys())) == (True, False)
+    has_failed = not driver.outbox.tracker.has_any(epochs.keys())
+    assert (num_leases, is_written, has_failed) == (1, True, True)
 
 
 @pytest.mark.parametrize(("second", "num_restarts"), [(b"first", 0), (b"other", 1)])
@@ -312,3 +289,77 @@ def test_restart_is_counted_only_if_another_server_answers(
     connect(driver, second)
 
     assert driver.outbox.inflight.statistics().num_restarts == num_restarts
+
+
+QUEUE = TrajectoryQueue(TrajectoryKey("g", 0), "g/0/0")
+
+
+def kept(num_bytes: int) -> KeptWrite:
+    shape = TurnShape(-1, 0, 1, 1, 1)
+    return KeptWrite(QUEUE, TurnRecord(bytes(num_bytes), shape))
+
+
+def test_write_is_kept_until_a_late_answer_proves_it() -> None:
+    buffer = ResendBuffer(keep_s=5.0, max_bytes=100)
+    first, second = kept(10), kept(20)
+    buffer.keep(first, now_s=1.0)
+    buffer.keep(second, now_s=3.0)
+
+    buffer.prove(5.9)
+    before = (buffer.num_bytes, buffer.is_settled)
+    buffer.prove(6.0)
+    after = (buffer.num_bytes, buffer.is_settled)
+
+    assert (before, after) == ((30, False), (20, False))
+    assert buffer.pause_s(6.0) == 2.0
+    assert buffer.take() == [second]
+
+
+def test_beyond_its_bytes_the_oldest_turns_are_forgotten_but_nothing_is_proven() -> None:
+    buffer = ResendBuffer(keep_s=5.0, max_bytes=25)
+    buffer.keep(kept(10), now_s=1.0)
+    newer = kept(20)
+    buffer.keep(newer, now_s=2.0)
+
+    assert (buffer.num_bytes, buffer.num_forgotten, buffer.is_settled) == (20, 1, False)
+    assert buffer.take() == [newer]
+
+
+def opening() -> Admission:
+    group = GroupOpened(group_id="g", prompt_uid="", num_samples=1)
+    return Admission(group, [TrajectoryQueue(QUEUE.key, "g/0/0")], PendingWrite())
+
+
+def test_a_trajectory_counts_as_opened_while_its_opening_is_kept() -> None:
+    buffer = ResendBuffer(keep_s=5.0, max_bytes=25)
+    first, again = opening(), opening()
+    buffer.keep(first, now_s=1.0)
+    buffer.keep(again, now_s=3.0)
+
+    buffer.prove(6.0)
+    held = buffer.has_opened(QUEUE.key)
+    buffer.prove(8.0)
+
+    assert (held, buffer.has_opened(QUEUE.key)) == (True, False)
+
+
+def test_failed_or_resent_trajectory_does_not_count_as_opened() -> None:
+    buffer = ResendBuffer(keep_s=5.0, max_bytes=25)
+    buffer.keep(failed := opening(), now_s=1.0)
+    failed.queues[0].error = FencedError("late")
+    has_failed = not buffer.has_opened(QUEUE.key)
+    buffer.keep(opening(), now_s=1.0)
+
+    buffer.take()
+
+    assert has_failed
+    assert not buffer.has_opened(QUEUE.key)
+
+
+def test_nothing_is_kept_for_a_syncing_store() -> None:
+    synced, refused = ResendBuffer(keep_s=5.0, max_bytes=25), ResendBuffer(keep_s=0.0, max_bytes=25)
+    synced.is_needed = False
+    for buffer in (synced, refused):
+        buffer.keep(kept(10), now_s=1.0)
+
+    assert (synced.is_settled, refused.is_settled) == (True, True)

@@ -10,7 +10,8 @@ from redis.exceptions import ResponseError
 from testkit.outboxes import OutboxDriver, driver_with_queue, driver_with_seal
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator.outbox.receipts import PendingWrite
-from turnstream.types import GroupOpened, TrajectoryKey
+from turnstream.store.run.budget import FIRST_BYTES, with_block
+from turnstream.types import TrajectoryKey
 
 KEYS = [TrajectoryKey("g", sample) for sample in range(3)]
 
@@ -28,18 +29,8 @@ def test_turns_that_wait_travel_in_one_call_with_the_seal() -> None:
     assert [receipt.is_done for receipt in receipts] == [True, True]
     assert not was_done
     assert driver.script_names(posted) == ["post_sealed"]
+    assert posted.commands[0].args[1] == f"1:/{queue.num_bytes + len(queue.seal_record)}:w"
     assert end.is_done
-
-
-def test_only_the_first_call_of_a_trajectory_creates_its_payload() -> None:
-    driver, queue = driver_with_queue()
-
-    leases = []
-    for _ in range(3):
-        driver.append(queue)
-        leases.append(driver.answer(1).commands[0].args[:2])
-
-    assert leases == [("1:w", 0), ("1/w", 1), ("1/w", 2)]
 
 
 def test_seals_of_several_trajectories_travel_in_one_call() -> None:
@@ -54,17 +45,6 @@ def test_seals_of_several_trajectories_travel_in_one_call() -> None:
 
     assert driver.script_names(posted) == ["post_sealed"]
     assert driver.outbox.inflight.statistics().num_trajectories == 3
-
-
-def test_a_seal_is_posted_only_after_its_payload_was_acknowledged() -> None:
-    driver, queue = driver_with_queue()
-    driver.append(queue)
-    driver.seal(queue)
-
-    driver.reconnect()
-
-    assert driver.script_names(driver.answer(2)) == ["append"]
-    assert driver.script_names(driver.answer([b"OK"])) == ["post_sealed"]
 
 
 def test_each_conflict_is_recorded_until_it_is_answered() -> None:
@@ -107,15 +87,6 @@ def test_an_abandon_follows_the_turns_that_were_accepted() -> None:
     assert sent == [["append"], ["abandon"]]
     assert receipt.is_done
     assert end.is_done
-
-
-def test_trajectory_opened_by_a_task_has_its_lease_renewed() -> None:
-    driver = OutboxDriver()
-    group = GroupOpened(group_id="g", prompt_uid="", num_samples=2)
-
-    driver.outbox.admissions.begin_opened(group, {KEYS[0]: 3, KEYS[1]: 5}, now_s=driver.now_s)
-
-    assert driver.outbox.tracker.heartbeats.num_open == 2
 
 
 @pytest.mark.parametrize(
@@ -206,18 +177,78 @@ def test_released_seal_is_known_if_its_payload_is_finished() -> None:
 @pytest.mark.parametrize(
     "answers",
     [
-        [ResponseError("FENCED the trajectory was abandoned, and its payload released")],
-        [ResponseError("FENCED the trajectory was never opened, or is released")],
-        [0, [NEVER_OR_OVER]],
+        [
+            [NEVER_OR_OVER],
+            ResponseError("FENCED the trajectory was abandoned, and its payload released"),
+        ],
+        [
+            [NEVER_OR_OVER],
+            ResponseError("FENCED the trajectory was never opened, or is released"),
+        ],
+        [[NEVER_OR_OVER], 0, [NEVER_OR_OVER]],
+        [[b"FENCED g/0/0 is being written by x"]],
     ],
-    ids=["abandoned", "unknown", "asked once"],
+    ids=["abandoned", "unknown", "asked once", "other writer"],
 )
 def test_unknown_seal_is_refused_by_its_payload(answers: list[Any]) -> None:
     driver, _, end = driver_with_seal()
 
-    driver.answer([NEVER_OR_OVER])
     for answer in answers:
         driver.answer(answer)
 
     assert [type(error) for error in end.errors.values()] == [FencedError]
     assert driver.outbox.is_idle
+
+
+def test_bytes_are_reserved_in_blocks_as_a_trajectory_grows() -> None:
+    driver, queue = driver_with_queue()
+    rounds = []
+
+    for _ in range(12):
+        driver.append(queue, response="B" * 1_000)
+        rounds.append(driver.answer(1))
+
+    leases = [sent.commands[0].args[:2] for sent in rounds[:3]]
+    assert leases == [("1:w", 0), ("1/w", 1), ("1/w", 2)]  # the first call creates the payload
+    size = queue.num_bytes // 12
+    asked = [
+        (number, *driver.reservations(sent)[0])
+        for number, sent in enumerate(rounds)
+        if driver.reservations(sent)
+    ]
+    first, second = FIRST_BYTES // size, (2 * (FIRST_BYTES // size + 1) * size) // size
+    assert [number for number, _, _ in asked] == [first, second]
+    assert [name for _, name, _ in asked] == ["g/0/0", "g/0/0"]
+    assert asked[0][2] == pytest.approx(2 * (first + 1) * size, abs=8_000)
+
+
+def test_reservation_is_repeated_after_a_lost_connection() -> None:
+    driver, queue = driver_with_queue()
+    driver.append(queue, response="B" * 5_000)
+
+    lost = driver.reconnect()
+    again = driver.take_round()
+
+    assert driver.reservations(again) == driver.reservations(lost) != []
+
+
+def test_whole_trajectory_reserves_its_exact_size() -> None:
+    driver = OutboxDriver()
+    (queue,) = driver.request()
+    driver.append(queue, response="B" * 5_000)
+    driver.seal(queue)
+    driver.answer([1])
+
+    sent = driver.answer(2)
+
+    assert driver.reservations(sent) == [("g/0/0", queue.num_bytes)]
+
+
+def test_stored_turns_of_an_adopted_trajectory_are_reserved_too() -> None:
+    driver = OutboxDriver()
+    key, num_bytes = TrajectoryKey("g", sample=0), 10 * FIRST_BYTES
+
+    driver.outbox.tracker.adopt(key, epoch=4, num_turns=2, num_bytes=num_bytes, now_s=driver.now_s)
+
+    ((name, asked),) = driver.reservations(driver.answer())
+    assert (name, asked) == ("g/0/0", with_block(num_bytes))

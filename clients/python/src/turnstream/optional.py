@@ -16,9 +16,6 @@ def from_extra(extra: str, *, needed_by: str, distribution: str = "turnstream") 
         extra: name of the extra, such as "worker".
         needed_by: the call, module or option that imports them.
         distribution: the one that has the extra.
-
-    Raises:
-        MissingExtraError: one of them is not installed; has the command that installs it.
     """
     try:
         yield

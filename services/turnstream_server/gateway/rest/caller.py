@@ -32,7 +32,7 @@ from pydantic import AfterValidator, BeforeValidator, TypeAdapter
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from turnstream.http.problems import HEADER, WIRE_PROBLEM, WIRE_VERSION, refused_version
+from turnstream.http.problems import HEADER, WIRE_PROBLEM, WIRE_VERSION
 from turnstream.types.names import RunId
 from turnstream_server.gateway.rest.bodies import JSON
 from turnstream_server.gateway.rest.problems import Problem, problem_type, response
@@ -79,6 +79,23 @@ class EntryApp:
         text = refused_version(Headers(scope=scope).get(HEADER))
         app = response(_refusal(text)) if text else self._app
         await app(scope, receive, versioned)
+
+
+def refused_version(text: str | None) -> str:
+    """Return why a gateway refuses the version in a header; "" where it accepts it.
+
+    >>> refused_version("1"), refused_version(None)
+    ('', '')
+    >>> refused_version("7")
+    "Turnstream-Wire is '7', and this gateway knows 1: install the same release on both sides"
+    """
+    if text is None or (text.isascii() and text.isdecimal() and 1 <= int(text) <= WIRE_VERSION):
+        return ""
+    known = f"{WIRE_VERSION}" if WIRE_VERSION == 1 else f"1 to {WIRE_VERSION}"
+    return (
+        f"{HEADER} is {text[:20]!r}, and this gateway knows {known}: install the same release on "
+        "both sides"
+    )
 
 
 def _refusal(text: str) -> Problem:

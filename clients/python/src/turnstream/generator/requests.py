@@ -39,9 +39,6 @@ class OpenGroup(NamedTuple):
     The reply has one entry per sample: its lease epoch, or a refusal.
 
     Attributes:
-        run: id of the run, as in every request.
-        writer: owner of the leases, as in every request that needs one.
-        trajectory_ids: samples to open.
         prompt_number: number of the prompt of a task; 0 for another group.
         is_again: the group was open before a restart of the store.
         is_exclusive: a sample that the writer has opened before is refused.
@@ -92,9 +89,7 @@ class AppendTurns(NamedTuple):
     The reply is the number of records that the store did not have.
 
     Attributes:
-        epoch: lease epoch of the writer.
         is_placed: the store has created the stream of the trajectory.
-        first: index of the first turn.
         records: encoded turns; the last is the seal if `is_sealed`.
     """
 
@@ -120,7 +115,6 @@ class PostedSeal(NamedTuple):
 
     Attributes:
         num_bytes: bytes of all its records; None if they are not known.
-        record: the encoded seal.
     """
 
     trajectory_id: str

@@ -47,7 +47,6 @@ class GatewayClient:
     A process that was forked has connections of its own.
 
     Args:
-        url: address of the gateway, with its key; see `turnstream.store.client.addresses`.
         num_retries: repeats of a request after a lost connection. A silent gateway is not asked
             again.
         silent_s: seconds without an answer after which the gateway counts as away. A key that
@@ -84,10 +83,6 @@ class GatewayClient:
         """Send a request that is safe to repeat; return the JSON of its answer.
 
         The path is below `/v1`, percent-encoded. `limit_s` replaces the time limit `silent_s`.
-
-        Raises:
-            StoreUnavailableError: the gateway or its store is away, or does not answer in time.
-            TurnstreamError: the error of the answer.
         """
         silent_s = self._silent_s if limit_s is None else limit_s
         connect_s = min(CONNECT_TIMEOUT_S, silent_s)

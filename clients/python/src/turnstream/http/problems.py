@@ -142,20 +142,3 @@ def _format_error(problem: Mapping[str, Any]) -> errors.UnknownFormatError | Non
 
 def _seconds(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
-
-
-def refused_version(text: str | None) -> str:
-    """Return why a gateway refuses the version in a header; "" where it accepts it.
-
-    >>> refused_version("1"), refused_version(None)
-    ('', '')
-    >>> refused_version("7")
-    "Turnstream-Wire is '7', and this gateway knows 1: install the same release on both sides"
-    """
-    if text is None or (text.isascii() and text.isdecimal() and 1 <= int(text) <= WIRE_VERSION):
-        return ""
-    known = f"{WIRE_VERSION}" if WIRE_VERSION == 1 else f"1 to {WIRE_VERSION}"
-    return (
-        f"{HEADER} is {text[:20]!r}, and this gateway knows {known}: install the same release on "
-        "both sides"
-    )

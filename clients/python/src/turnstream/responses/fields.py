@@ -85,11 +85,7 @@ def prompt_of(given: Iterable[int] | None, stated: Column | None, *, remedy: str
 
 
 def first_column(*places: tuple[str, Any, str]) -> Column | None:
-    """Return the first column that has values.
-
-    Args:
-        places: the path of an object in errors, the object, and a dotted name in it.
-    """
+    """Return the first column with values; a place is a path for errors, an object and a name."""
     for path, source, name in places:
         values = field_at(source, name)
         if values is not None:
@@ -135,12 +131,7 @@ def checked_logprobs(
 ) -> list[float]:
     """Return a finite log-probability per token; `append` checks that it is at most 0.
 
-    Args:
-        column: field of the log-probabilities, and its content, or None.
-        ids: field of the sampled tokens, and the tokens.
-        if_missing: remedy of a missing value.
-        if_partial: remedy where the lengths differ.
-        sampled: return the value of a token out of the content, its position and its id.
+    `sampled` returns the value of a token out of the content of the column, its position and id.
     """
     field, content = column
     ids_field, token_ids = ids

@@ -106,7 +106,6 @@ class WorkQueue:
     """Takes tasks and refills of a run for one writer, in one event loop.
 
     Args:
-        writer: name of the writer.
         is_exclusive: another queue may have the same writer. A task goes to one of them; it is lost
             until its lease ends if the answer of the store is lost.
     """

@@ -33,25 +33,14 @@ SealMaker = Callable[[int], bytes]
 
 
 class TurnRecord(NamedTuple):
-    """An encoded turn.
-
-    Attributes:
-        record: the bytes that are stored.
-        shape: its lengths, in tokens.
-    """
+    """An encoded turn."""
 
     record: bytes
     shape: TurnShape
 
 
 class DraftedSeal(NamedTuple):
-    """The end of a trajectory.
-
-    Attributes:
-        make: returns its record for a lease epoch.
-        merged_tokens: tokens of the rows that the turns merge to.
-        awaits_reward: its reward is posted later.
-    """
+    """The end of a trajectory."""
 
     make: SealMaker
     merged_tokens: int
@@ -69,10 +58,6 @@ class TrajectoryDraft:
     """Makes the records of one trajectory, in order. Not thread-safe; no I/O.
 
     A refused turn does not change the draft.
-
-    Args:
-        key: name of the trajectory.
-        extra_columns: the declared columns of the run.
     """
 
     def __init__(self, key: TrajectoryKey, *, extra_columns: Sequence[DeclaredColumn] = ()) -> None:

@@ -22,10 +22,8 @@ class PendingWrite:
     """Counts the unacknowledged parts of a write. Only the outbox settles it.
 
     Args:
-        num_parts: trajectories, or turns, that are each settled once.
         unread_failures: list to which it adds itself if it ends with an error, so that the error is
             raised even if no caller reads it.
-        why: returns the reasons why it is not settled.
         check_caller: raises where it can never be settled: in a forked process, or for asyncio in
             another event loop.
     """
@@ -200,15 +198,7 @@ class PublisherStatistics:
 
 
 class InflightCounts:
-    """The numbers of one outbox.
-
-    Args:
-        max_inflight_bytes: limit of the unacknowledged bytes, see `has_capacity_...`.
-
-    Attributes:
-        inflight_bytes: unacknowledged bytes of open trajectories.
-        unadmitted_bytes: unacknowledged bytes of trajectories that are not admitted.
-    """
+    """The numbers of one outbox; bytes are those of records that are not acknowledged."""
 
     def __init__(self, max_inflight_bytes: int) -> None:
         self.max_inflight_bytes = max_inflight_bytes

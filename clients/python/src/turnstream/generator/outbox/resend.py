@@ -49,11 +49,6 @@ class ResendBuffer:
     Args:
         keep_s: time in which the store syncs acknowledged writes; 0 keeps nothing.
         max_bytes: limit of the kept turns; the oldest are dropped first.
-
-    Attributes:
-        is_needed: whether the store answers before it syncs.
-        num_bytes: bytes of the kept turns.
-        num_forgotten: turns dropped before they were proven, for lack of space.
     """
 
     def __init__(self, *, keep_s: float, max_bytes: int) -> None:
@@ -122,10 +117,7 @@ class ResendBuffer:
 class Resent(NamedTuple):
     """Trajectories that are sent again.
 
-    Attributes:
-        closed: those that must be opened, or adopted, before their turns may follow.
-        open: those that the store knows from before.
-        adopted: those of `closed` that must be adopted.
+    Those of `closed` must be opened, or adopted, before their turns may follow.
     """
 
     closed: list[TrajectoryQueue]

@@ -283,7 +283,10 @@ class Admissions:
             head = f"group {admission.group.group_id}: no admission"
             message = f"{head} within {self._timeout_s:g} s: {admission.reason}"
             why = [self._awaited(admission, now_s), *store, *self._reasons(admission, now_s)]
-            self._reject(admission, NotReadyError(message, why))
+            error = NotReadyError(message, why)
+            self._queues.withdraw_admission(admission)
+            self._tracker.fail(admission.queues, error)
+            admission.opened.settle(None, error)
 
     def pause_s(self, now_s: float) -> float | None:
         """Seconds until a wait times out; None if no group waits."""
@@ -379,11 +382,6 @@ class Admissions:
         self._queues.waiting.append(admission)
         self.wake_id = self.wake_id or newest_wake_id  # an older id may only wake too early
         self.withdraw_abandoned()
-
-    def _reject(self, admission: Admission, error: TurnstreamError) -> None:
-        self._queues.withdraw_admission(admission)
-        self._tracker.fail(admission.queues, error)
-        admission.opened.settle(None, error)
 
     def _abandon_late(self, admission: Admission, answers: Sequence[Any]) -> None:
         """Abandon members that the store opened after their wait had ended."""

@@ -33,12 +33,7 @@ _logger = logging.getLogger(__name__)
 
 
 class TrajectoryTracker:
-    """The trajectories of one publisher, from their first write to their end.
-
-    Attributes:
-        losses: errors of acknowledged trajectories that a restarted store has lost.
-        unended: trajectories whose end the run has not acknowledged.
-    """
+    """The trajectories of one publisher, from their first write to their end."""
 
     def __init__(
         self,

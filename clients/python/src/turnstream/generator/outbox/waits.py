@@ -32,13 +32,9 @@ class Outage:
     Args:
         timeout_s: how long the store may take no writes. An earlier round has ANSWER_S more.
         jitter: returns numbers from 0 to 1, so that many clients do not come back at once.
-        address: address of the store, for messages.
 
     Attributes:
-        sent_s: time of the last round.
         progress_s: time at which bytes of it were sent last.
-        num_calls: number of calls of the round in flight; None without one.
-        answered_s: time of the last answer; None before the first.
     """
 
     def __init__(self, timeout_s: float, *, jitter: Callable[[], float], address: str) -> None:

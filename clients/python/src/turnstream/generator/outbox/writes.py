@@ -80,7 +80,6 @@ class StoreProcess(NamedTuple):
     """The process of the store that a connection leads to.
 
     Attributes:
-        name: another process has another name; "" if the store does not say it.
         syncs_each_write: it answers after it has synced; None if the store does not say it.
     """
 
@@ -109,9 +108,7 @@ class Answers(NamedTuple):
 class TargetRun:
     """One run, for the whole life of a publisher: a later run of the name never takes its place.
 
-    Attributes:
-        run: its id; its name until it is found.
-        is_found: whether the id is known.
+    `run` is its id; its name until that is found.
     """
 
     def __init__(self, run: str) -> None:
@@ -152,12 +149,7 @@ class TrajectoryQueue:
     5. ended: `end` is settled.
 
     Attributes:
-        awaits_reward: its reward is posted after the seal.
-        is_placed: the store has created its payload stream.
         num_acknowledged: turns acknowledged: the index of `pending[0]`.
-        num_bytes: bytes of all its turn records so far.
-        reserved_bytes: bytes that the store has reserved for them.
-        end: receipt of the end.
         has_ended: it has ended once; a restart of the store may repeat all states.
         earlier_epoch: its epoch before the restart.
         is_doubted: the run does not know its posted seal, perhaps after a lost answer, so the
@@ -245,9 +237,7 @@ class Admission:
     """A group that requests admission, or further samples of an open group.
 
     Attributes:
-        opened: receipt of the answer.
         since_s: time of the first refusal for lack of capacity; None before.
-        reason: message of the last refusal.
         prompt_number: number of the prompt of a task; 0 for another group.
         is_again: it was open before a restart of the store.
     """
@@ -268,8 +258,6 @@ class SendQueues:
         payload: open trajectories with something to send, in order.
         abandons: trajectories to abandon, all their turns acknowledged.
         seals: trajectories whose payload is acknowledged and whose seal is not posted.
-        admissions: groups that request admission.
-        waiting: groups whose request was refused for lack of capacity, oldest first.
         of_run: calls that no other call waits for; the id of their run may be found later.
     """
 

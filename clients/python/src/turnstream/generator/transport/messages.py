@@ -58,11 +58,7 @@ def call_of(request: Request) -> wire.Call:
 
 
 def request_of(call: wire.Call, *, run: str, writer: str) -> Request:
-    """Return the request of a message, for this id of a run and this encoded name of a writer.
-
-    Raises:
-        RecordError: a call of a kind that this release does not know, or with a wrong part.
-    """
+    """Return the request of a message, for this id of a run and this encoded name of a writer."""
     name = call.WhichOneof("kind")
     if name is None:
         raise RecordError("the gateway does not know this kind of call: it has an older release")

@@ -27,15 +27,10 @@ class LoopThread:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._stopped = asyncio.Event()
         self.is_closed = False
 
     def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-        """Return the result of a coroutine, which ends if the caller is interrupted.
-
-        Raises:
-            StoreUnavailableError: the publisher was closed.
-        """
+        """Return the result of a coroutine, which ends if the caller is interrupted."""
         with self._lock:
             if self.is_closed:
                 coroutine.close()
@@ -61,7 +56,7 @@ class LoopThread:
         with self._lock:
             self.is_closed = True
             if self._loop is not None and self._thread is not None and self._thread.is_alive():
-                self._loop.call_soon_threadsafe(self._stopped.set)
+                self._loop.call_soon_threadsafe(self._loop.stop)
         if self._thread is not None:
             self._thread.join(_JOIN_TIMEOUT_S)
 
@@ -81,7 +76,7 @@ class LoopThread:
         with asyncio.Runner() as runner:
             self._loop = runner.get_loop()
             is_ready.set()
-            runner.run(self._wait_for_close())
+            self._loop.run_forever()
 
     def _close_at_exit(self) -> None:
         """Cancel the tasks of a publisher that was never closed, unless this is a forked process.
@@ -90,9 +85,6 @@ class LoopThread:
         """
         if self._thread is not None and self._thread.is_alive():
             self.close()
-
-    async def _wait_for_close(self) -> None:
-        await self._stopped.wait()
 
 
 class ThreadSender(Sender[Receipt]):
