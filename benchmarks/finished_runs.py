@@ -20,14 +20,14 @@ from turnstream.types import TrajectoryKey
 from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import Changes, write_command
 from turnstream_server.ledger.planning.ending import Attempt
-from turnstream_server.ledger.release.release_writes import EndedFacts, replace_ended
 from turnstream_server.ledger.release.release import COMPACT_SLICE, GROUP_SLICE
 from turnstream_server.ledger.release.release_writes import (
-    FoldedFacts,
+    EndedFacts,
     Part,
     compact,
     finish,
     release_bytes,
+    replace_ended,
 )
 
 RUN = "ledger"
@@ -138,7 +138,7 @@ class RunWriter:
         ids, step = batch.ids, batch.step
         released = b"%d" % step
         folded = b"%d" % (step - 1) if step > 1 else None
-        facts = FoldedFacts(released=released, folded=folded, snapshot_step=b"%d" % (step + 1))
+        facts = (released, folded, b"%d" % (step + 1))
         entry = b"planned:%d" % step
         self._store.run(
             *(
