@@ -298,9 +298,7 @@ def _remove_older(cache: Path, *, kept: Path, num_kept: int) -> None:
     """Remove the versions that were used longest ago, and downloads that will not resume."""
     for partial in cache.glob(f"{_PARTIAL}*"):
         shutil.rmtree(partial, ignore_errors=True)
-    others = [
-        path for path in cache.iterdir() if path != kept and re.fullmatch("[0-9a-f]{64}", path.name)
-    ]
+    others = [path for path in cache.iterdir() if path != kept and _NAME.fullmatch(path.name)]
     others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     for path in others[max(0, num_kept - 1) :]:
         shutil.rmtree(path, ignore_errors=True)
