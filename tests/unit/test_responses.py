@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import copy
 import io
 import json
 from dataclasses import dataclass, field, replace
@@ -106,10 +105,16 @@ def output(*completions: CompletionOutput) -> RequestOutput:
     return RequestOutput(list(completions or [CompletionOutput()]))
 
 
-def test_a_request_output_becomes_a_turn_that_append_accepts() -> None:
-    arguments = from_vllm(output())
+def test_output_of_vllm_becomes_a_turn_of_its_own_that_append_accepts() -> None:
+    given = output()
+    arguments = from_vllm(given)
+    given.outputs[0].token_ids.append(1)  # as vLLM does while a request runs
+    arrays = from_vllm(
+        CompletionOutput(token_ids=tuple(RESPONSE)), prompt_ids=np.array(PROMPT, np.int64)
+    )
 
-    assert arguments == TURN
+    assert arguments == arrays == TURN
+    assert {type(token) for token in arrays["prompt_ids"]} == {int}
     turn = checked_turn(**PLAIN, policy_version=7)
     assert turn.prompt_ids.tolist() == PROMPT
     assert turn.logprobs is not None
@@ -123,26 +128,6 @@ def test_flat_logprobs_give_those_of_the_sampled_tokens() -> None:
     )
 
     assert from_vllm(output(CompletionOutput(logprobs=flat))) == TURN
-
-
-def test_arrays_and_tuples_of_token_ids_are_taken() -> None:
-    completion = CompletionOutput(token_ids=tuple(RESPONSE))
-    prompt = np.array(PROMPT, np.int64)
-
-    arguments = from_vllm(completion, prompt_ids=prompt)
-
-    assert arguments == TURN
-    assert {type(token) for token in arguments["prompt_ids"]} == {int}
-
-
-def test_later_changes_of_an_output_leave_the_turn_alone() -> None:
-    # vLLM extends the same lists while a request runs.
-    given = output()
-    arguments = from_vllm(given)
-
-    given.outputs[0].token_ids.append(1)
-
-    assert arguments == TURN
 
 
 def test_several_outputs_need_an_index() -> None:
@@ -190,19 +175,15 @@ def test_outputs_without_own_indices_are_named_by_position(index: Any) -> None:
             r"^outputs\[0\]\.logprobs\[1\]: nan is not finite",
         ),
         ({"finish_reason": None}, r"^outputs\[0\]\.finish_reason: is None: .* still running"),
+        (  # the last output of a delta stream has only the newest tokens
+            {"token_ids": RESPONSE[2:], "logprobs": candidates(RESPONSE, LOGPROBS)[2:]},
+            r"cumulative_logprob: -0\.875 is not the sum",
+        ),
     ],
 )
 def test_a_wrong_output_is_refused_by_field(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidTurnError, match=message):
         from_vllm(output(replace(CompletionOutput(), **changes)))
-
-
-def test_the_last_output_of_a_delta_stream_is_refused() -> None:
-    # It has the prompt and a finish_reason, but only the newest tokens: a turn would lack the rest.
-    last = CompletionOutput(token_ids=RESPONSE[2:], logprobs=candidates(RESPONSE, LOGPROBS)[2:])
-
-    with pytest.raises(InvalidTurnError, match=r"cumulative_logprob: -0\.875 is not the sum"):
-        from_vllm(output(last))
 
 
 @pytest.mark.parametrize(
@@ -229,22 +210,16 @@ def test_responses_with_token_ids_become_turns(name: str, convert: Any) -> None:
     assert from_openai(convert(shape(name))) == TURN
 
 
-@pytest.mark.parametrize("name", ["vllm-0.33.0-completion", "sglang-0.5.23-chat"])
-def test_a_choice_that_has_its_prompt_needs_no_response(name: str) -> None:
-    assert from_openai(shape(name)["choices"][0]) == TURN
-
-
-def test_a_chat_choice_of_vllm_needs_its_prompt() -> None:
-    choice = shape(CHAT)["choices"][0]
+def test_prompt_is_that_of_the_choice_the_response_or_the_caller() -> None:
+    for name in ("vllm-0.33.0-completion", "sglang-0.5.23-chat"):
+        assert from_openai(shape(name)["choices"][0]) == TURN
+    choice = shape(CHAT)["choices"][0]  # a chat choice of vLLM has none
 
     with pytest.raises(
         InvalidTurnError, match=r"^prompt_token_ids: .* give the whole response, or"
     ):
         from_openai(choice)
     assert from_openai(choice, prompt_ids=PROMPT) == TURN
-
-
-def test_a_prompt_that_differs_from_the_response_is_refused() -> None:
     assert from_openai(shape(CHAT), prompt_ids=PROMPT) == TURN
     with pytest.raises(
         InvalidTurnError, match=r"^prompt_ids: differs from prompt_token_ids, the 4 tokens"
@@ -253,7 +228,11 @@ def test_a_prompt_that_differs_from_the_response_is_refused() -> None:
 
 
 def test_tokens_of_the_form_token_id_are_read() -> None:
-    assert from_openai(shape(AS_TOKEN_IDS), prompt_ids=PROMPT) == TURN
+    response = shape(AS_TOKEN_IDS)
+    assert from_openai(response, prompt_ids=PROMPT) == TURN
+    response["choices"][0]["logprobs"]["content"][1]["token"] = "2"
+    with pytest.raises(InvalidTurnError, match=r"logprobs\.content: '2' at position 1 has not"):
+        from_openai(response, prompt_ids=PROMPT)
 
     completion = shape(COMPLETION)
     completion["choices"][0]["token_ids"] = None
@@ -269,6 +248,10 @@ def test_the_extension_of_sglang_is_read_by_choice(convert: Any) -> None:
     assert from_openai(response, index=0)["response_ids"] == [19, 16]
     with pytest.raises(InvalidTurnError, match=r"^index: is None, but choices has 2: name one of"):
         from_openai(response)
+    extension: Any = response["sglext"] if convert is dict else response.sglext
+    extension["output_ids"].pop()
+    with pytest.raises(InvalidTurnError, match=r"^sglext\.output_ids: has 1 responses, and none"):
+        from_openai(response, index=1)
 
 
 @pytest.mark.parametrize(("reason", "status"), [("stop", "truncated"), ("abort", "aborted")])
@@ -532,7 +515,6 @@ def test_a_wrong_choice_is_refused_by_field(
         from_openai(response)
 
 
-NO_RESPONSE = r"^choices: cannot be read from "
 RESPONSES_API = r"of the Responses API, .*chat\.completions\.create"
 SERVER_ERROR = r"^error: the server .* an error: .*no such model"
 ERROR = {"message": "no such model", "code": 404}
@@ -570,22 +552,6 @@ def test_placeholders_of_missing_logprobs_are_refused(value: float) -> None:
 
     with pytest.raises(InvalidTurnError, match=r"logprobs\.content\[1\]: -.*without a log-prob"):
         from_openai(response)
-
-
-def test_texts_of_which_some_are_token_ids_are_refused() -> None:
-    response = shape(AS_TOKEN_IDS)
-    response["choices"][0]["logprobs"]["content"][1]["token"] = "2"
-
-    with pytest.raises(InvalidTurnError, match=r"logprobs\.content: '2' at position 1 has not"):
-        from_openai(response, prompt_ids=PROMPT)
-
-
-def test_an_extension_without_the_choice_is_refused() -> None:
-    response = copy.deepcopy(shape(SGLEXT))
-    response["sglext"]["output_ids"].pop()
-
-    with pytest.raises(InvalidTurnError, match=r"^sglext\.output_ids: has 1 responses, and none"):
-        from_openai(response, index=1)
 
 
 def test_sample_of_the_tinker_sdk_becomes_a_turn() -> None:
