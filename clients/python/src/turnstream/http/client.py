@@ -129,7 +129,6 @@ class GatewayClient:
     def _tried(
         self, method: str, path: str, options: Mapping[str, Any]
     ) -> tuple[httpx2.Response | None, errors.StoreUnavailableError | None]:
-        """Return the answer of one request, or the error of a lost connection."""
         try:
             with unlogged():
                 url = self.gateway.base_url + path

@@ -200,7 +200,6 @@ def _path(run: str) -> str:
 
 
 def _settings(config: BatchingConfig) -> dict[str, Any]:
-    """Return all settings as JSON has them."""
     settings: dict[str, Any] = json.loads(encode_config(config))
     del settings["format"]
     return settings
@@ -227,7 +226,6 @@ def _pages(prompts: Sequence[Prompt]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _announced(version: dict[str, Any]) -> VersionAnnounced:
-    """Return a version from the JSON of a gateway."""
     return VersionAnnounced(
         version=version["version"],
         step=version["step"],

@@ -152,7 +152,6 @@ def from_sglang(
 
 
 def _check_counts(meta: Any, field: str, *, num_prompt: int, num_response: int) -> None:
-    """Refuse another prompt, and a part of a response."""
     for name, number, what in (
         ("prompt_tokens", num_prompt, "prompt_ids has"),
         ("completion_tokens", num_response, "output_ids has"),
@@ -163,7 +162,6 @@ def _check_counts(meta: Any, field: str, *, num_prompt: int, num_response: int) 
 
 
 def _first_of(pair: Any) -> Any:
-    """Return the log-probability of (logprob, token id, text)."""
     return pair[0] if isinstance(pair, list | tuple) and pair else None
 
 

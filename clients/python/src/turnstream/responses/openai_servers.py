@@ -111,7 +111,6 @@ def from_openai(
 def _sampled(
     response: Any, choice: Any, *, path: str, position: int
 ) -> tuple[list[int], list[float]]:
-    """Return the sampled tokens and their log-probabilities."""
     content = first_column((path, choice, "logprobs.content"))
     if content is not None:  # a chat completion has them
         field, entries = content
@@ -263,7 +262,6 @@ def _take_last(target: dict[str, Any], source: Any, names: tuple[str, ...]) -> N
 
 
 def _extend(target: dict[str, Any], source: Any, names: tuple[str, ...]) -> None:
-    """Append the values of a chunk to those of the chunks before."""
     for name in names:
         if (values := field_of(source, name)) is not None:
             target.setdefault(name, []).extend(list_of(values, field=name))

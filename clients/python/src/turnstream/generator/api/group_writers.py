@@ -122,7 +122,6 @@ class GroupWriterBase(Generic[_Sender, _Writer]):
         await opened
 
     def _abandon_unsealed(self, error: BaseException | None) -> None:
-        """Abandon the samples that are not sealed, and warn of those that should be."""
         unsealed: list[int] = []
         for sample in self._samples if self._sender.process.is_here else ():
             is_started = sample in self._writers

@@ -226,7 +226,6 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         return parse_lapsed(await calls.reply(ListLapsed(await self._found(calls))))
 
     async def _adopt(self, key: TrajectoryKey) -> _Writer:
-        """Return the writer of a trajectory that this publisher adopts."""
         self._sender.require_open()
         outbox = self._outbox
         declared = await self._sender.learn_columns()
@@ -337,7 +336,6 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         self._raise_unread()
 
     def _raise_unread(self) -> None:
-        """Raise the errors that no caller has read, and the losses, as one error."""
         with self._sender.lock:
             losses = self._outbox.take_losses()
         raise_unread(self._unread_failures, losses)
@@ -362,7 +360,6 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
             await self._disconnect()
 
     async def _exit(self, error: BaseException | None) -> None:
-        """Close at the end of the block of a publisher."""
         if error is None:
             await self._close(None)
             return

@@ -128,7 +128,6 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
     async def _append(
         self, turn: Turn, extras: Mapping[str, Any] | None, receipt: PendingWrite
     ) -> None:
-        """Append a turn, once the trajectory is open and there is capacity."""
         turn = with_checked_extras(turn, extras, await self._sender.learn_columns())
         async with self._order:
             queue = await self._open()
@@ -166,7 +165,6 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
         self._sender.put(lambda: self._outbox.append(queue, made, receipt))
 
     async def _seal(self, *, status: Status | str | None, **fields: Any) -> None:
-        """End the trajectory after its last turn, and wait for the answer of the run."""
         self._sender.check_caller()
         end = self._sender.loop_receipt()
         async with self._order:
@@ -179,14 +177,12 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
         await end
 
     def _abandon_unsealed(self, error: BaseException | None) -> None:
-        """Abandon the trajectory at the end of its block, if it is not sealed."""
         if not self._has_ended and self._sender.process.is_here:
             self.abandon(reason_of(error))
             if error is None:
                 warn_unsealed(self._key.group_id, [self._key.sample])
 
     def _require_open(self) -> None:
-        """Refuse writes to a trajectory that was sealed or abandoned here."""
         if self._has_ended:
             raise RejectedError(f"trajectory {self._key} is sealed or abandoned")
 

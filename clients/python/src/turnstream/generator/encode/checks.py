@@ -292,7 +292,6 @@ def _version_runs(
 
 
 def _listed_runs(given: Iterable[VersionRun]) -> tuple[VersionRun, ...]:
-    """Return version runs, each of a version or None and a number of tokens."""
     runs: list[VersionRun] = []
     try:
         listed = [VersionRun(*run) for run in given]
@@ -309,7 +308,6 @@ def _listed_runs(given: Iterable[VersionRun]) -> tuple[VersionRun, ...]:
 
 
 def _extra(column: DeclaredColumn, values: Any) -> NDArray[Any]:
-    """Return the values of an extra column in its declared type and shape."""
     field = field_of(column)
     array = _as_array(values, field=field)
     if column.per == "row" and array.shape == column.shape:

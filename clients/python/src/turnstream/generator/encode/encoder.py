@@ -145,7 +145,13 @@ class TrajectoryDraft:
 
         # Seals of fewer turns and versions are far below the limit, whatever their labels are.
         if len(self._shapes) + sum(map(len, turn_versions)) > MAX_TURNS:
-            _check_seal(make_seal(1))
+            num_bytes = len(make_seal(1))
+            if num_bytes > MAX_EVENT_BYTES:
+                raise InvalidTurnError(
+                    "version_runs",
+                    f"the seal of the trajectory has {num_bytes} bytes, more than "
+                    f"{MAX_EVENT_BYTES}",
+                )
         return DraftedSeal(make_seal, self.merged_tokens, awaits_reward)
 
     @property
@@ -190,14 +196,6 @@ class TrajectoryDraft:
             known = [v for v in (self._oldest_version, self._newest_version) if v is not None]
             self._oldest_version = min((*versions, *known))
             self._newest_version = max((*versions, *known))
-
-
-def _check_seal(record: bytes) -> None:
-    if len(record) > MAX_EVENT_BYTES:
-        raise InvalidTurnError(
-            "version_runs",
-            f"the seal of the trajectory has {len(record)} bytes, more than {MAX_EVENT_BYTES}",
-        )
 
 
 def _trained_versions(turn: Turn, *, num_trained: int) -> tuple[VersionRun, ...]:

@@ -205,7 +205,6 @@ class Outbox:
         After a silence longer than a lease, only heartbeats are sent. A late write could otherwise
         create a trajectory again that was abandoned and released.
         """
-        self.run_calls.queue_reposts(now_s)
         tracker = self.tracker
         beats = tracker.heartbeats.take(now_s)
         asks = self.admissions.due(now_s, is_full=self.outage.is_full)
@@ -215,7 +214,7 @@ class Outbox:
             *tracker.take_endings(),
             *self.admissions.take(),
             *tracker.take_payload(),
-            *self.run_calls.take(),
+            *self.run_calls.take(now_s),
             *tracker.reservations.take(),
             *beats,
             *asks,
@@ -356,14 +355,12 @@ class Outbox:
     def _back_off(
         self, trouble: str, now_s: float, *, since_s: float, is_silent: bool = False
     ) -> None:
-        """Pause before the next round; fail everything if the outage lasted too long."""
         if not self.outage.is_failing:
             _logger.warning("run %s: the store takes no writes: %s", self.run, trouble)
         if self.outage.failed(trouble, now_s, since_s=since_s, is_silent=is_silent):
             self._fail_overdue(trouble, now_s)
 
     def _fail_overdue(self, trouble: str, now_s: float) -> None:
-        """The store was away, or silent, for too long."""
         message = f"the store took no writes for {self.timeout_s:g} s: {trouble}"
         _logger.error("run %s: %s", self.run, message)
         error_of = self.why.errors_of_failed(message, now_s)

@@ -67,14 +67,11 @@ class RunCalls:
         self._reposts: list[Call] = []
         self._reposts_due_s = 0.0
 
-    def queue_reposts(self, now_s: float) -> None:
-        """Queue the rewards that are to be posted again now."""
+    def take(self, now_s: float) -> list[Call]:
+        """Return the calls to send now, with the rewards that are due to be posted again."""
         if now_s >= self._reposts_due_s:
             self._queue.extend(self._reposts)
             self._reposts = []
-
-    def take(self) -> list[Call]:
-        """Return the calls to send now."""
         run = self._tracker.run
         return [
             each._replace(
@@ -243,9 +240,10 @@ class Admissions:
             self._queues.admissions.appendleft(admission)
 
     def _granted(self, admission: Admission, answers: Sequence[Any], now_s: float) -> None:
-        """Open the members of an admitted group; a refused member fails."""
         if admission.opened.is_done:
-            self._abandon_late(admission, answers)
+            for queue, answer in zip(admission.queues, answers, strict=True):
+                if isinstance(answer, int):  # opened after its wait had ended
+                    self._tracker.abandon_unwritten(queue.key, answer, reason=_TOO_LATE)
             return
         if admission.since_s is not None:
             self._tracker.inflight.add("wait_s", now_s - admission.since_s)
@@ -261,7 +259,6 @@ class Admissions:
         admission.opened.settle(None, first_error)
 
     def _refuse(self, admission: Admission, refused: Refusal, now_s: float) -> None:
-        """Let a refused group wait for capacity, or fail it."""
         if admission.opened.is_done:
             return
         if refused.code == "WAIT":
@@ -275,7 +272,8 @@ class Admissions:
     def woken(self) -> None:
         """Request the refused admissions again: the run's wake stream has moved."""
         self.wake_id = None
-        self._queues.retry_waiting()
+        queues = self._queues
+        queues.admissions.extendleft(reversed(drained(queues.waiting)))  # before newer ones
 
     def expire(self, now_s: float, *, store: Sequence[WaitReason] = ()) -> None:
         """Fail the groups whose wait has timed out; `store` is why the store does not answer."""
@@ -351,7 +349,6 @@ class Admissions:
 
     @property
     def _oldest(self) -> Admission | None:
-        """Return the group that has waited longest."""
         while self._refused and self._refused[0].opened.is_done:
             self._refused.popleft()
         return self._refused[0] if self._refused else None
@@ -383,15 +380,8 @@ class Admissions:
         self.wake_id = self.wake_id or newest_wake_id  # an older id may only wake too early
         self.withdraw_abandoned()
 
-    def _abandon_late(self, admission: Admission, answers: Sequence[Any]) -> None:
-        """Abandon members that the store opened after their wait had ended."""
-        for queue, answer in zip(admission.queues, answers, strict=True):
-            if isinstance(answer, int):
-                self._tracker.abandon_unwritten(queue.key, answer, reason=_TOO_LATE)
-
 
 def _concerns(admission: Admission, delivery: PendingWrite | None) -> bool:
-    """Whether a delivery waits for this group."""
     if delivery is None or admission.opened is delivery:
         return True
     return any(

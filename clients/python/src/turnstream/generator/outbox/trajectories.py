@@ -143,7 +143,6 @@ class TrajectoryTracker:
     def _posted(
         self, queues: Sequence[TrajectoryQueue], answers: Sequence[bytes], now_s: float
     ) -> None:
-        """Handle the answer to each posted seal."""
         for queue, answer in zip(queues, answers, strict=True):
             text = answer.decode()
             if text in ("OK", "DUPLICATE", "SURPLUS"):
@@ -157,7 +156,6 @@ class TrajectoryTracker:
                 self.fail([queue], refused.error)
 
     def _end_sealed(self, queue: TrajectoryQueue, now_s: float) -> None:
-        """End a trajectory whose seal the run has."""
         if not queue.has_ended:
             self.inflight.add("num_trajectories")
             self.inflight.add("merged_tokens", queue.merged_tokens)
@@ -212,7 +210,7 @@ class TrajectoryTracker:
             posting = Call(
                 PostSeals(self.run, self.writer, [queue.posted_seal for queue in queues]),
                 partial(self._posted, queues),
-                partial(self._not_posted, queues),
+                lambda refused, _: self.fail(queues, refused.error),
                 lambda: send_queues.seals.extendleft(reversed(queues)),
             )
             calls.append(posting)
@@ -239,9 +237,6 @@ class TrajectoryTracker:
     def _abandoned(self, queue: TrajectoryQueue, _: object, now_s: float) -> None:
         self.inflight.add("num_abandoned", not queue.has_ended)
         self.end_well(queue, now_s)
-
-    def _not_posted(self, queues: Sequence[TrajectoryQueue], refused: Refusal, _: float) -> None:
-        self.fail(queues, refused.error)
 
     def _adopt_again(self, queue: TrajectoryQueue) -> None:
         """Queue the adoption of a trajectory that was adopted before a restart."""

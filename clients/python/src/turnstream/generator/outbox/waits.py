@@ -249,7 +249,6 @@ def _end_in_words(queue: TrajectoryQueue) -> str:
 def _of_failed(
     what: TrajectoryQueue | Admission | str, *, silent_s: float | None, now_s: float
 ) -> list[WaitReason]:
-    """Return the reason for a failed trajectory, waiting group, or named call."""
     facts: dict[str, Fact] = {"call": what} if isinstance(what, str) else {}
     sentence = f"{what} is not acknowledged"
     if isinstance(what, TrajectoryQueue):

@@ -316,10 +316,6 @@ class SendQueues:
             staying = [queue for queue in drained(waiting) if queue not in queues]
             waiting.extend(staying)
 
-    def retry_waiting(self) -> None:
-        """Queue the refused requests again, before newer ones."""
-        self.admissions.extendleft(reversed(drained(self.waiting)))
-
     def withdraw_admission(self, admission: Admission) -> None:
         """Remove the request of this group."""
         for queue in (self.admissions, self.waiting):

@@ -113,7 +113,6 @@ class HttpTransport(Transport):
             raise RedisConnectionError(self._words(error)) from error
 
     async def _retried(self, calls: wire.Calls) -> wire.Replies:
-        """Return the answer to calls, which are repeated after a lost connection."""
         for attempt in range(NUM_RETRIES):
             try:
                 return await self.send(calls, timeout_s=SOCKET_TIMEOUT_S)
@@ -186,7 +185,6 @@ async def _parts(
 
 
 def _left_s(limit: asyncio.Timeout) -> float:
-    """Return the seconds until a time limit."""
     return (limit.when() or math.inf) - asyncio.get_running_loop().time()
 
 

@@ -145,7 +145,6 @@ _WRITERS: Final[dict[type, Callable[[Any], Any]]] = {
 
 
 def _read_key(key: records.TrajectoryKey) -> str:
-    """Return the id of a trajectory."""
     try:
         return trajectory_id(TrajectoryKey(key.group_id, key.sample, key.attempt))
     except ValueError as error:
@@ -283,7 +282,6 @@ def reply_of(value: wire.Value) -> Any:
 
 
 def _refused(text: str) -> ResponseError:
-    """Return the error of the Redis client for an error reply."""
     code, _, message = text.partition(" ")
     kind = {DENIED: NoPermissionError, FULL: OutOfMemoryError}.get(code)
     return ResponseError(text) if kind is None else kind(message)

@@ -145,7 +145,12 @@ class Sender(Generic[_Receipt]):
     async def flush_to_disk(self, timeout_s: float | None) -> None:
         """Wait for `flush`, and until the store has had the time to sync."""
         message = "writes may not be on disk after"
-        await self._wait(self._is_on_disk, timeout_s, message, self._outbox.why.not_on_disk)
+        outbox = self._outbox
+
+        def is_on_disk() -> bool:
+            return outbox.is_on_disk and not self._is_closed
+
+        await self._wait(is_on_disk, timeout_s, message, outbox.why.not_on_disk)
 
     async def close(self) -> None:
         """Fail unacknowledged writes, stop the tasks, disconnect. Safe to repeat."""
@@ -194,15 +199,11 @@ class Sender(Generic[_Receipt]):
             self._require_open()
             return False
 
-    def _is_on_disk(self) -> bool:
-        return self._outbox.is_on_disk and not self._is_closed
-
     def _require_open(self) -> None:
         if self._is_closed:
             raise StoreUnavailableError("the publisher was closed")
 
     def _end(self, reason: str) -> None:
-        """Accept nothing more, and fail unacknowledged writes."""
         with self.lock:
             self._is_closed = True
             self._outbox.close(StoreUnavailableError(reason))
@@ -233,7 +234,6 @@ class Sender(Generic[_Receipt]):
             loop.run_until_complete(cancel_all(tasks))
 
     def _warn_unclosed(self) -> None:
-        """Log that the program ended its event loop without `close`."""
         with self.lock:
             num_bytes = self._outbox.statistics().inflight_bytes
         _logger.warning(
@@ -243,7 +243,6 @@ class Sender(Generic[_Receipt]):
         )
 
     async def _next_round(self) -> Round:
-        """Return the next round to send, once there is one."""
         while True:
             self._work.clear()
             with self.lock:
@@ -335,7 +334,6 @@ class Sender(Generic[_Receipt]):
         return self._silent_s()
 
     def _keep_deadlines(self) -> None:
-        """End the waits that time out while the store is silent."""
         with self.lock:
             now_s = time.monotonic()
             has_ended = self._outbox.ends_in_s(now_s) == 0
