@@ -10,12 +10,12 @@ from typing import Any, Self
 import numpy as np
 import redis
 
-from turnstream.errors import RejectedError, UnavailableError
+from turnstream.errors import RejectedError, RunNotFoundError, UnavailableError
 from turnstream.store.client.connection import connect
 from turnstream_server.models.sampling_params import SampledSequence, SampleResult, StopReason
 from turnstream_server.operations.bases import BaseModel, register_base
 from turnstream_server.operations.checkpoint_paths import CheckpointPath
-from turnstream_server.operations.checkpoints import SavedCheckpoint, write_checkpoint
+from turnstream_server.operations.checkpoints import SavedCheckpoint, read_shared, write_checkpoint
 from turnstream_server.operations.contents import (
     CreateModel,
     ForwardBackwardRun,
@@ -126,7 +126,7 @@ def _result(
         case OptimStep():
             return Answer({"metrics": {"learning_rate": content.learning_rate}})
         case LoadWeights():
-            return Answer({"path": str(content.path), "model_id": model.model_id})
+            return _load(client, model, content.path)
         case SaveWeights():
             path = CheckpointPath(model.model_id, "weights", content.name)
             return _save(client, model, path, request_id, content.ttl_seconds)
@@ -143,6 +143,14 @@ def _result(
             write_sampler(client, record)
             return Answer({"sampling_session_id": sampler_id})
     return Failure(f"no result for {kind}", "server")
+
+
+def _load(client: redis.Redis, model: ModelRecord, path: CheckpointPath) -> Answer | Failure:
+    try:
+        read_shared(client, model.owner, path)
+    except RunNotFoundError as error:
+        return Failure(str(error), "user")
+    return Answer({"path": str(path), "model_id": model.model_id})
 
 
 def _save(

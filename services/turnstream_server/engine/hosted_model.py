@@ -295,39 +295,25 @@ class HostedModel:
             case ForwardBackwardRun():
                 answer = yield from self._runs.train(content)
                 self._has_gradient = True
-            case CreateModel():
-                answer = self._create(log, number, content)
             case OptimStep():
                 answer = run_optim_step(self._call, log.model_id, content)
                 self._count_step()
-            case SaveWeights():
-                answer = self._saver.save_weights(self.record, number, content)
-            case SaveForSampler():
-                answer = self._saver.save_for_sampler(self.record, number, content)
-            case SaveExternal():
-                answer = self._saver.save_external(self.record, number, content)
-            case LoadWeights():
+            case SaveWeights() | SaveForSampler() | SaveExternal():
+                answer = self._saver.save(self.record, number, content)
+            case CreateModel() | LoadWeights():
                 answer = self._load(log, number, content)
         return {number: answer}
 
-    def _create(self, log: ModelLog, number: int, content: CreateModel) -> Answer:
-        path, model_id = content.path, self.record.model_id
-        values = {"model_id": model_id, "type": "create_model"}
+    def _load(self, log: ModelLog, number: int, content: CreateModel | LoadWeights) -> Answer:
+        """Make the model, or load a checkpoint into it."""
+        path, model_id = content.path, log.model_id
         if path is None:
             self._call(Host.make, self.record)
+            answer = Answer({"model_id": model_id, "type": "create_model"})
         else:
             folder = self._saver.loadable(self.record, path)
             self._call(Host.load, self.record, folder, optimizer=content.optimizer)
-            values = {"path": str(path), "model_id": model_id, "type": "load_weights"}
-        answer = Answer(values)
-        self._cover(log, number, answer)
-        return answer
-
-    def _load(self, log: ModelLog, number: int, content: LoadWeights) -> Answer:
-        folder = self._saver.loadable(self.record, content.path)
-        self._call(Host.load, self.record, folder, optimizer=content.optimizer)
-        values = {"path": str(content.path), "model_id": log.model_id, "type": "load_weights"}
-        answer = Answer(values)
+            answer = Answer({"path": str(path), "model_id": model_id, "type": "load_weights"})
         self._has_gradient = False
         self._runs.applied()
         self._runs.acknowledge()

@@ -29,6 +29,11 @@ from turnstream_server.operations.samplers import SamplerRecord, write_sampler
 from turnstream_server.operations.writes import server_ms
 
 _MODEL_FIELDS = ("base_model", "lora_rank", "train_attn", "train_mlp", "train_unembed")
+_KINDS: Final[dict[type, CheckpointKind]] = {
+    SaveWeights: "weights",
+    SaveForSampler: "sampler_weights",
+    SaveExternal: "external_weights",
+}
 _ANSWERS: Final = {
     "weights": "save_weights",
     "sampler_weights": "save_weights_for_sampler",
@@ -45,21 +50,45 @@ class Saver:
     root: Path
     call: Lockstep
 
-    def save_weights(self, record: ModelRecord, number: int, content: SaveWeights) -> Answer:
-        """Save weights and moments; BatchingError if the name is taken."""
-        return self._save(record, number, content, "weights")
+    def save(
+        self,
+        record: ModelRecord,
+        number: int,
+        content: SaveWeights | SaveForSampler | SaveExternal,
+    ) -> Answer:
+        """Save or export weights; BatchingError if the name is taken.
 
-    def save_for_sampler(self, record: ModelRecord, number: int, content: SaveForSampler) -> Answer:
-        """Save weights for sampling; BatchingError if the name is taken."""
-        if content.sampling_session_seq_id is None:
-            return self._save(record, number, content, "sampler_weights")
-        sampler = self._save_for_session(record, content.sampling_session_seq_id)
-        kind = "save_weights_for_sampler"
-        return Answer({"sampling_session_id": sampler, "path": None, "type": kind})
-
-    def save_external(self, record: ModelRecord, number: int, content: SaveExternal) -> Answer:
-        """Export weights; BatchingError if the name is taken."""
-        return self._save(record, number, content, "external_weights")
+        The folder is written first, and then the record that names it. The same call may do so
+        again. Weights for one sampling session have no record.
+        """
+        if isinstance(content, SaveForSampler) and content.sampling_session_seq_id is not None:
+            sampler_id = self._save_for_session(record, content.sampling_session_seq_id)
+            values = {"sampling_session_id": sampler_id, "path": None}
+            return Answer({**values, "type": "save_weights_for_sampler"})
+        path = CheckpointPath(record.model_id, _KINDS[type(content)], content.name)
+        request_id = str(RequestId(record.model_id, number))
+        is_replaced = isinstance(content, SaveWeights) and content.overwrite
+        if not is_replaced and self._saved_by(record.owner, path) not in ("", request_id):
+            raise BatchingError(f"name is {path.name!r}: there is a checkpoint {str(path)!r}")
+        folder = self.root / folder_of(path)
+        if isinstance(content, SaveExternal):
+            sizes = self.call(Host.export, record, folder, recipients=content.recipients)
+        else:
+            is_whole = isinstance(content, SaveWeights)
+            sizes = self.call(Host.save, record.model_id, folder, optimizer=is_whole, files={})
+        failpoint("engine.after_save")
+        now_ms, ttl_s = server_ms(self.client), content.ttl_seconds
+        saved = SavedCheckpoint(
+            path=path,
+            request_id=request_id,
+            **{field: getattr(record, field) for field in _MODEL_FIELDS},
+            created_ms=now_ms,
+            expires_ms=None if ttl_s is None else now_ms + ttl_s * 1000,
+            size_bytes=sizes[0],
+            user_metadata={} if isinstance(content, SaveExternal) else content.user_metadata,
+        )
+        write_checkpoint(self.client, record.owner, saved)
+        return Answer({"path": str(path), "type": _ANSWERS[path.kind]})
 
     def loadable(self, record: ModelRecord, path: CheckpointPath) -> Path:
         """Return the folder of a checkpoint; BatchingError if the model cannot load it."""
@@ -79,39 +108,6 @@ class Saver:
         if not folder.is_dir():
             raise BatchingError(f"path: the files of the checkpoint {str(path)!r} are missing")
         return folder
-
-    def _save(
-        self,
-        record: ModelRecord,
-        number: int,
-        content: SaveWeights | SaveForSampler | SaveExternal,
-        kind: CheckpointKind,
-    ) -> Answer:
-        """Write a folder, and then the record that names it. The same call may do so again."""
-        path = CheckpointPath(record.model_id, kind, content.name)
-        request_id = str(RequestId(record.model_id, number))
-        is_replaced = isinstance(content, SaveWeights) and content.overwrite
-        if not is_replaced and self._saved_by(record.owner, path) not in ("", request_id):
-            raise BatchingError(f"name is {path.name!r}: there is a checkpoint {str(path)!r}")
-        folder = self.root / folder_of(path)
-        if isinstance(content, SaveExternal):
-            sizes = self.call(Host.export, record, folder, recipients=content.recipients)
-        else:
-            is_whole = kind == "weights"
-            sizes = self.call(Host.save, record.model_id, folder, optimizer=is_whole, files={})
-        failpoint("engine.after_save")
-        now_ms, ttl_s = server_ms(self.client), content.ttl_seconds
-        saved = SavedCheckpoint(
-            path=path,
-            request_id=request_id,
-            **{field: getattr(record, field) for field in _MODEL_FIELDS},
-            created_ms=now_ms,
-            expires_ms=None if ttl_s is None else now_ms + ttl_s * 1000,
-            size_bytes=sizes[0],
-            user_metadata={} if isinstance(content, SaveExternal) else content.user_metadata,
-        )
-        write_checkpoint(self.client, record.owner, saved)
-        return Answer({"path": str(path), "type": _ANSWERS[kind]})
 
     def _save_for_session(self, record: ModelRecord, number: int) -> str:
         folder = session_folder(record.model_id, number)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -16,7 +15,7 @@ from turnstream_server.models.spec import parse_bases
 from turnstream_server.sampling.config import SamplerOptions
 
 if TYPE_CHECKING:
-    from turnstream_server.sampling.loop import SampleEngine
+    from turnstream_server.sampling.forwarding import Forwarder
     from turnstream_server.sampling.snapshots import Snapshots
     from turnstream_server.telemetry.readiness import Readiness
 
@@ -64,23 +63,18 @@ def sample_until(
             thread.join()
 
 
-@contextlib.contextmanager
-def _engine(options: SamplerOptions, base: Path) -> Iterator[SampleEngine]:
-    """Yield the engine for a base model: servers if any are named, else an own model."""
-    if options.forward:
-        from turnstream_server.sampling.forwarding import Forwarder
+def _engine(options: SamplerOptions, base: Path) -> Forwarder | Snapshots:
+    """Return the engine for a base model: servers if any are named, else an own model."""
+    if not options.forward:
+        return _own_engine(options, base)
+    from turnstream_server.sampling.forwarding import Forwarder
 
-        forwarder = Forwarder(
-            options.forward,
-            shared=options.folder.resolve(),
-            max_adapters=options.max_adapters,
-            api_key=options.push_api_key,
-        )
-        with forwarder:
-            yield forwarder
-    else:
-        with _own_engine(options, base) as engine:
-            yield engine
+    return Forwarder(
+        options.forward,
+        shared=options.folder.resolve(),
+        max_adapters=options.max_adapters,
+        api_key=options.push_api_key,
+    )
 
 
 def _own_engine(options: SamplerOptions, base: Path) -> Snapshots:
