@@ -59,6 +59,7 @@ def test_a_finished_session_takes_no_work_and_keeps_its_first_reason(api: Any):
 
 
 def test_a_session_lists_its_models_and_samplers(api: Any):
+    api.model()  # in an older session, which is listed after this one
     session = api.answer(
         "create_session",
         tags=["a"],

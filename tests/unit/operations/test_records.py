@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
@@ -181,6 +182,7 @@ answers = st.builds(
 
 
 @given(samples | outputs | failures | answers)
+@example(TrainingOutput([], {"loss:sum": math.nan, "kl:max": -math.inf}))
 def test_result_is_read_back(result: Result) -> None:
 
     found = decode_result(encode_result(result))
