@@ -309,18 +309,18 @@ def serve(
 
 def serve_ranks(
     model_host: ModelHost,
-    model: HostedClient,
+    models: Sequence[HostedClient],
     ranks: Ranks,
     _folder: Path,
     *,
-    budget: Budget = operation_shares._BUDGET,  # pyright: ignore[reportPrivateUsage]
+    budget: Budget,
 ) -> None:
     """Run a worker of several ranks, as a job of `run_ranks`.
 
     `budget` is that of a forward pass.
     """
     with patch.object(operation_shares, "_BUDGET", budget):
-        serve(model_host, ranks, models=[model])
+        serve(model_host, ranks, models=models)
 
 
 def shares_of(client: redis.Redis, ranks: Ranks) -> ReadShares:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
 import torch
@@ -28,11 +29,13 @@ from testkit.hosted import (
 )
 from testkit.ranks import run_ranks
 from turnstream.batching.config import BatchingConfig
+from turnstream.batching.packing.microbatch import Budget
 from turnstream.generator import Publisher
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import close_run, create_run, reopen_run
 from turnstream.types import Group, TrajectoryState
 from turnstream.worker import BatchStream
+from turnstream_server.batcher.assembly import operation_shares
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.engine.hosted_base import EngineSettings, HostedBase, LoadedModel, write
 from turnstream_server.ledger.core.frontier import read_frontier
@@ -46,6 +49,7 @@ from turnstream_server.trainer.settings import AdamSettings
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
+_SMALL = Budget(limit=8)
 _numbers = itertools.count(1)
 
 
@@ -322,13 +326,45 @@ def test_another_trainer_takes_a_run_over(model_host: ModelHost, client: redis.R
         assert model.answer(number).content["metrics"]["skipped"] == 0
 
 
-def test_two_ranks_on_a_run_equal_one(model_host: ModelHost, tmp_path: Path) -> None:
-    one, two = (make_busy(model_host, make_run(model_host.url, num_groups=6)) for _ in range(2))
-    model_host.run(one)
+def make_uneven(model_host: ModelHost) -> HostedClient:
+    """Return a model whose first call has more rows than ranks, and whose last one has fewer.
 
-    run_ranks([2], tmp_path, functools.partial(serve_ranks, model_host, two))
+    A call that fails has several passes, and so has the next one.
+    """
+    bad = datums(3, *[6] * 8)
+    bad.data[0].model_input[1] = 500  # on one rank alone
+    model = model_host.make(
+        datums(1, 5, 3, 7), datums(2, 4, loss="dro"), STEP, save("mid"), bad, STEP
+    )
+    calls = (datums(4, *[5] * 8), STEP, datums(4), STEP, save("end"))
+    model.submit(LoadWeights(model.path("mid"), optimizer=True), *calls)
+    return model
 
-    assert steps_of(two) == [1, 1, 2, 2, 3, 3]
-    weights, others = one.saved("end"), two.saved("end")
-    for name, value in weights.items():
-        torch.testing.assert_close(others[name], value, rtol=1e-3, atol=1e-5)
+
+def test_two_ranks_equal_one(
+    model_host: ModelHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Takes more than 5 s: two ranks start over gloo, with torch."""
+    monkeypatch.setattr(operation_shares, "_BUDGET", _SMALL)
+    (one, one_run), (two, two_run) = (
+        (make_uneven(model_host), make_busy(model_host, make_run(model_host.url, num_groups=6)))
+        for _ in range(2)
+    )
+    model_host.run(one, one_run)
+
+    job = functools.partial(serve_ranks, model_host, [two, two_run], budget=_SMALL)
+    run_ranks([2], tmp_path, job)
+
+    assert two.failure(5).category == one.failure(5).category == "server"
+    results, expected = two.results(), one.results()
+    for number in (1, 2, 8, 10):
+        output, wanted = results[number], expected[number]
+        assert isinstance(output, TrainingOutput)
+        assert isinstance(wanted, TrainingOutput)
+        for actual, values in zip(output.logprobs, wanted.logprobs, strict=True):
+            np.testing.assert_allclose(actual, values, rtol=1e-4)
+    assert steps_of(two_run) == [1, 1, 2, 2, 3, 3]
+    for pair, rtol, atol in (((one, two), 1e-4, 1e-6), ((one_run, two_run), 1e-3, 1e-5)):
+        weights, others = (model.saved("end") for model in pair)
+        for name, value in weights.items():
+            torch.testing.assert_close(others[name], value, rtol=rtol, atol=atol)
