@@ -34,7 +34,6 @@ from turnstream_server.batcher.assembly.operation_shares import (
 )
 from turnstream_server.engine.host import Host, Lockstep, Outputs, ReadShares
 from turnstream_server.engine.hosted_base import OPTIMIZER, EngineSettings, HostedBase
-from turnstream_server.engine.hosted_model import ModelSettings
 from turnstream_server.engine.loop import EngineLoop
 from turnstream_server.engine.options import EngineOptions
 from turnstream_server.engine.service import run_engine, sessions_at
@@ -301,8 +300,8 @@ def serve(
             call.follow()
             return
         served = BaseModel(model_host.name, base.context_length, base.vocab_size, "", base.max_rank)
-        own = ModelSettings(worker="w", checkpoint_every=checkpoint_every, gap_s=0.5)
-        loop = EngineLoop(client, [served], root=model_host.root, call=call, settings=own)
+        options = _options(model_host, checkpoint_every=checkpoint_every, gap_s=0.5)
+        loop = EngineLoop(client, [served], call=call, options=options)
         loop.run(is_done)
         call.stop()
 
@@ -348,16 +347,20 @@ def shares_of(client: redis.Redis, ranks: Ranks) -> ReadShares:
 def _work(model_host: ModelHost, failpoint: str, checkpoint_every: int) -> None:
     torch.set_num_threads(1)
     failpoints.arm(failpoint)
-    options = EngineOptions(
+    options = _options(model_host, checkpoint_every=checkpoint_every)
+    with connect(model_host.url) as client:
+        run_engine(options, make_read_shares=lambda _, ranks: shares_of(client, ranks))
+
+
+def _options(model_host: ModelHost, **options: Any) -> EngineOptions:
+    return EngineOptions(
         base_model=[f"{model_host.name}={model_host.base}"],
         folder=model_host.root,
         redis_url=model_host.url,
         batcher_target=model_host.batcher,
         worker="w",
-        checkpoint_every=checkpoint_every,
+        **options,
     )
-    with connect(model_host.url) as client:
-        run_engine(options, make_read_shares=lambda _, ranks: shares_of(client, ranks))
 
 
 def _encoded(command: Command) -> tuple[Any, bytes]:

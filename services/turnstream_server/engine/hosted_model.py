@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import redis
@@ -28,6 +26,7 @@ from turnstream.errors import (
 from turnstream_server.engine.durable import DurableFolders, further_files
 from turnstream_server.engine.host import Host, Lockstep
 from turnstream_server.engine.metrics import OPERATION_SECONDS, OPERATIONS
+from turnstream_server.engine.options import EngineOptions
 from turnstream_server.engine.saving import Saver
 from turnstream_server.engine.trained_runs import REPLAY_S, RunSessionEndedError, TrainedRuns
 from turnstream_server.engine.training import (
@@ -48,12 +47,15 @@ from turnstream_server.operations.contents import (
     SaveWeights,
     decode_content,
 )
-from turnstream_server.operations.log import DEFAULT_GAP_S, Lost, ModelLog, Run
+from turnstream_server.operations.log import Lost, ModelLog, Run
 from turnstream_server.operations.models import ModelRecord
 from turnstream_server.operations.results import Answer, Failure, Result
 from turnstream_server.trainer.passes import Turns
 
 logger = logging.getLogger(__name__)
+
+_LEASE_S: Final = 15.0
+"""Time for which a log is leased. It is renewed every 4 s."""
 
 _UNCHANGING: Final = (
     *("forward", "save_weights", "save_weights_for_sampler", "save_weights_external"),
@@ -62,22 +64,6 @@ _UNCHANGING: Final = (
 
 _PASSED_ON: Final = (UnavailableError, FencedError, EndOfRunError, RunNotFoundError)
 """Errors of the store or a batcher, and not of an operation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSettings:
-    """Settings of all models of a worker.
-
-    Attributes:
-        worker: name of the worker.
-        gap_s: seconds for which a missing number is awaited.
-        checkpoint_every: optimizer steps between two durable checkpoints.
-    """
-
-    worker: str
-    lease_s: float = 15.0
-    gap_s: float = DEFAULT_GAP_S
-    checkpoint_every: int = 8
 
 
 class HostedModel:
@@ -92,16 +78,15 @@ class HostedModel:
         client: redis.Redis,
         record: ModelRecord,
         *,
-        root: Path,
         call: Lockstep,
-        settings: ModelSettings,
+        options: EngineOptions,
     ) -> None:
         self.record = record
         self._client = client
         self._call = call
-        self._settings = settings
-        self._saver = Saver(client=client, root=root, call=call)
-        self._durable = DurableFolders(root, record.model_id)
+        self._options = options
+        self._saver = Saver(client=client, root=options.folder, call=call)
+        self._durable = DurableFolders(options.folder, record.model_id)
         self._runs = TrainedRuns(client, record, call=call)
         self._log: ModelLog | None = None
         self._is_built = False
@@ -119,7 +104,7 @@ class HostedModel:
         if (log := self._log) is None:
             return
         try:
-            log.renew(lease_s=self._settings.lease_s)
+            log.renew(lease_s=_LEASE_S)
         except FencedError:
             if log is self._log:  # else this worker has acquired it again
                 raise
@@ -147,7 +132,7 @@ class HostedModel:
         is_ready = self._log is not None and self._is_built
         log = self._log if self._log is not None and is_ready else (yield from self._build())
         self._settle(log)
-        work = log.take(gap_s=self._settings.gap_s)
+        work = log.take(gap_s=self._options.gap_s)
         if isinstance(work, Run):
             yield from self._run(log, work)
             return True
@@ -180,11 +165,10 @@ class HostedModel:
         self._call(Host.unload, self.record)
 
     def _build(self) -> Turns[ModelLog]:
-        settings = self._settings
         model_id = self.record.model_id
         self._log = None  # `renew` must not take the next lease for that of another worker
         self._log = log = ModelLog.acquire(
-            self._client, model_id, worker=settings.worker, lease_s=settings.lease_s
+            self._client, model_id, worker=self._options.worker, lease_s=_LEASE_S
         )
         self._unwritten = {}
         self._trouble = self._covering = None
@@ -242,7 +226,7 @@ class HostedModel:
         self._settle(log)
         failpoint("engine.after_finish")
         self._newest = run.last
-        is_due = self._num_steps >= self._settings.checkpoint_every or self._runs.needs_checkpoint
+        is_due = self._num_steps >= self._options.checkpoint_every or self._runs.needs_checkpoint
         is_whole = self._is_built and self._trouble is None and not self._has_gradient
         if is_due and is_whole:
             self._try_to_cover(log, run.last)
@@ -275,7 +259,7 @@ class HostedModel:
         except Exception as error:
             logger.exception("model %s: %s %d failed", log.model_id, run.kind, run.first)
             self._is_built = run.kind in _UNCHANGING
-            log.renew(lease_s=self._settings.lease_s)  # an end of the session is no failure
+            log.renew(lease_s=_LEASE_S)  # an end of the session is no failure
             failure = Failure(f"{run.kind} failed: {_described(error)}", "server")
         if run.kind == "create":
             self._is_built = False

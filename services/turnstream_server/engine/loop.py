@@ -21,8 +21,9 @@ from turnstream.errors import (
 )
 from turnstream_server.engine.durable import durable_models, remove_session_files
 from turnstream_server.engine.host import Host, Lockstep
-from turnstream_server.engine.hosted_model import HostedModel, ModelSettings
+from turnstream_server.engine.hosted_model import HostedModel
 from turnstream_server.engine.leases import Leases
+from turnstream_server.engine.options import EngineOptions
 from turnstream_server.models.folders import remove_folder
 from turnstream_server.operations.announcing import Wakeups
 from turnstream_server.operations.bases import BaseModel
@@ -54,15 +55,14 @@ class EngineLoop:
         client: redis.Redis,
         bases: Sequence[BaseModel],
         *,
-        root: Path,
         call: Lockstep,
-        settings: ModelSettings,
+        options: EngineOptions,
     ) -> None:
         self._client = client
         self._bases = [each.name for each in bases]
-        self._root = root
+        self._root = options.folder
         self._call = call
-        self._settings = settings
+        self._options = options
         self._wakeups = Wakeups(client)
         self._leases = Leases(client, bases)
         self._models: dict[str, HostedModel] = {}
@@ -126,13 +126,8 @@ class EngineLoop:
                     self._ready[model_id] = None
 
     def _model(self, model_id: str) -> HostedModel:
-        return HostedModel(
-            self._client,
-            read_model(self._client, model_id),
-            root=self._root,
-            call=self._call,
-            settings=self._settings,
-        )
+        record = read_model(self._client, model_id)
+        return HostedModel(self._client, record, call=self._call, options=self._options)
 
     def _advance(self, model_id: str) -> bool:
         """Give a model a turn, and return whether it has used it; then it is the last in turn."""

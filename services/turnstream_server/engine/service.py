@@ -16,7 +16,6 @@ from turnstream.worker.launch import find_launch
 from turnstream.worker.operation_pulls import OperationPuller, PulledOperations
 from turnstream_server.engine.host import Host, Lockstep, ReadShares
 from turnstream_server.engine.hosted_base import EngineSettings, HostedBase
-from turnstream_server.engine.hosted_model import ModelSettings
 from turnstream_server.engine.loop import EngineLoop
 from turnstream_server.engine.metrics import EngineMetrics
 from turnstream_server.engine.options import EngineOptions
@@ -114,14 +113,11 @@ def _lead(
     *,
     is_stopping: Callable[[], bool],
 ) -> None:
-    models = ModelSettings(
-        worker=options.worker, gap_s=options.gap_s, checkpoint_every=options.checkpoint_every
-    )
     served = [_served(each, options) for each in bases]
     names = ", ".join(each.name for each in served)
     logger.info("worker %s serves %s", options.worker, names)
     with connect(options.redis_url) as client:
-        loop = EngineLoop(client, served, root=options.folder, call=call, settings=models)
+        loop = EngineLoop(client, served, call=call, options=options)
         metrics = EngineMetrics(options.redis_url, loop.models)
         with contextlib.closing(metrics), collected(metrics):
             loop.run(is_stopping)
