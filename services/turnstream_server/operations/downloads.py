@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 import redis.asyncio
 
@@ -15,26 +15,21 @@ from turnstream_server.operations.keys import download_key
 _TOKEN_BYTES: Final = 32
 
 
-class Download(NamedTuple):
-    """The files of a checkpoint of an owner, which a token makes readable."""
-
-    owner: str
-    path: CheckpointPath
-
-
-async def new_download(client: redis.asyncio.Redis, download: Download, *, seconds: int) -> str:
-    """Return a new token for a checkpoint; it expires after this time."""
+async def new_download(
+    client: redis.asyncio.Redis, owner: str, path: CheckpointPath, *, seconds: int
+) -> str:
+    """Return a new token for the files of a checkpoint; it expires after this time."""
     token = secrets.token_urlsafe(_TOKEN_BYTES)
     with translating():
-        await client.set(download_key(token), f"{download.owner} {download.path}", ex=seconds)
+        await client.set(download_key(token), f"{owner} {path}", ex=seconds)
     return token
 
 
-async def read_download(client: redis.asyncio.Redis, token: str) -> Download:
-    """Return the files of a token; RunNotFoundError for one that is unknown or has expired."""
+async def read_download(client: redis.asyncio.Redis, token: str) -> tuple[str, CheckpointPath]:
+    """Return owner and checkpoint of a token; RunNotFoundError if there is no such token."""
     with translating():
         stored = cast("bytes | None", await cast(Any, client.get(download_key(token))))
     if stored is None:
         raise RunNotFoundError("the link is unknown or has expired: ask for a new one")
     owner, _, path = stored.decode().partition(" ")
-    return Download(owner, CheckpointPath.parse(path))
+    return owner, CheckpointPath.parse(path)

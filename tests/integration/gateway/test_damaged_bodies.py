@@ -17,10 +17,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from testkit import wait_until
 from testkit.canned_worker import BASE, CannedWorker
 from testkit.gateway_thread import GatewayThread
 from testkit.gateways import tinker_paths
+from testkit.tinker_api import Api
 from turnstream.wire import tinker_pb2 as wire
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway.app import PREFIX
@@ -80,48 +80,31 @@ def target(server: EmbeddedServer) -> Iterator[Target]:
         GatewayThread(server.url, poll_s=0.02) as gateway,
         httpx2.Client(base_url=gateway.base_url, headers=headers, timeout=60) as http,
     ):
-        yield Target(http, _ids(http, base.name))
+        api = Api(gateway, base, key="tml-damaged")
+        with api.http:
+            ids = _ids(api)
+        yield Target(http, ids)
 
 
-def _ids(http: httpx2.Client, base_model: str) -> dict[str, str]:
-    def post(route: str, **content: Any) -> dict[str, Any]:
-        answer = http.post(f"{PREFIX}/{route}", json=content)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def result(request_id: str) -> None:
-        wait_until(
-            lambda: (
-                http.post(f"{PREFIX}/retrieve_future", json={"request_id": request_id}).is_success
-            )
-        )
-
-    session_id = post("create_session")["session_id"]
-    made = {"session_id": session_id, "base_model": base_model}
-    model = post("create_model", **made, model_seq_id=0)
-    result(model["request_id"])
-    call = {"model_id": model["model_id"], "seq_id": next(_numbers)}
-    result(post("save_weights", **call, path="saved")["request_id"])
-    sampler = post("create_sampling_session", **made, sampling_session_seq_id=0)
-    sample = post(
-        "asample",
-        sampling_session_id=sampler["sampling_session_id"],
-        seq_id=0,
-        prompt={"chunks": [{"tokens": [1]}]},
-        sampling_params={"max_tokens": 1},
-    )
-    result(sample["request_id"])
+def _ids(api: Api) -> dict[str, str]:
+    session = api.session()
+    model, sampler = api.model(session), api.sampler(session)
+    call = {"model_id": model, "seq_id": next(_numbers), "path": "saved"}
+    path = api.result(api.answer("save_weights", **call)["request_id"])["path"]
+    sample = api.sample(sampler, 0).json()["request_id"]
+    api.result(sample)
     return {
-        **made,
-        "model_id": model["model_id"],
-        "request_id": sample["request_id"],
-        "sampler_id": sampler["sampling_session_id"],
-        "sampling_session_id": sampler["sampling_session_id"],
+        "session_id": session,
+        "base_model": api.base.name,
+        "model_id": model,
+        "request_id": sample,
+        "sampler_id": sampler,
+        "sampling_session_id": sampler,
         "kind": "weights",
         "name": "saved",
-        "ended": post("create_session")["session_id"],
-        "path": f"tinker://{model['model_id']}/weights/saved",
-        "tinker_path": f"tinker://{model['model_id']}/weights/saved",
+        "ended": api.session(),
+        "path": path,
+        "tinker_path": path,
     }
 
 

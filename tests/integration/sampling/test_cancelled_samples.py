@@ -6,15 +6,14 @@ import contextlib
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
-import httpx2
 import pytest
 import redis
 
 from testkit import gateways, wait_until
 from testkit.gateway_thread import GatewayThread
 from testkit.sampling import ModelFolders, SamplingClient
+from testkit.tinker_api import Api
 from turnstream_server.models.continuous_batch import ContinuousBatch
 from turnstream_server.operations.bases import BaseModel, register_base
 from turnstream_server.sampling import loop
@@ -70,37 +69,16 @@ def test_cancelled_sample_is_in_one_more_step_at_most(
     steps = Steps(monkeypatch)
     base = BaseModel(sessions.base_model, 4096, 300, tokenizer_id="", max_rank=0)
     register_base(client, base)
-    http = httpx2.Client(
-        base_url=f"{gateway.base_url}/api/v1/", headers={"X-API-Key": "tml-own"}, timeout=60
-    )
-
-    def post(route: str, **content: Any) -> Any:
-        answer = http.post(route, json=content)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
+    api = Api(gateway, base, key="tml-own")
 
     def sample() -> tuple[str, str]:
         """Submit a long sample in a session of its own; return the ids of session and request."""
-        session = post("create_session", tags=[], user_metadata={})["session_id"]
-        made = post(
-            "create_sampling_session",
-            session_id=session,
-            sampling_session_seq_id=0,
-            base_model=base.name,
-        )
-        prompt = {"chunks": [{"tokens": [1, 2], "type": "encoded_text"}]}
-        sent = post(
-            "asample",
-            sampling_session_id=made["sampling_session_id"],
-            seq_id=1,
-            num_samples=1,
-            prompt=prompt,
-            sampling_params={"max_tokens": 4000, "stop": [], "seed": 1},
-        )
-        return session, sent["request_id"]
+        session = api.session()
+        sent = api.sample(api.sampler(session), 1, max_tokens=4000, stop=[], seed=1)
+        return session, sent.json()["request_id"]
 
     with (
-        http,
+        api.http,
         Snapshots(models.base, shared=models.shared) as engine,
         looping(client, base.name, engine),
         contextlib.closing(steps),
@@ -109,12 +87,12 @@ def test_cancelled_sample_is_in_one_more_step_at_most(
         wait_until(lambda: sessions.num_running() == 3, describe="three samples")
         wait_until(lambda: steps.run(1) == [3], describe="a step of three sequences")
 
-        post("cancel_future", request_id=cancelled)
+        api.answer("cancel_future", request_id=cancelled)
         wait_until(lambda: sessions.num_queued() == 2, describe="the end of the cancelled one")
         assert steps.run(2) == [3, 2]
 
-        post(f"sessions/{finished}/finish", reason={"type": "success"})
+        api.answer(f"sessions/{finished}/finish", reason={"type": "success"})
         wait_until(lambda: sessions.num_queued() == 1, describe="the end of its session's sample")
         assert steps.run(2) == [2, 1]
 
-        post("cancel_future", request_id=last)
+        api.answer("cancel_future", request_id=last)

@@ -120,20 +120,15 @@ def test_bfloat16_base_has_float32_adapters(base: Path, tmp_path: Path) -> None:
     assert _equal(adapter, loaded)
 
 
-def test_adapter_of_a_missing_base_is_refused_by_its_name(base: Path, tmp_path: Path) -> None:
+def test_adapter_of_a_missing_or_another_base_is_refused(base: Path, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     save_policy(load_policy(base), moved)
     _adapters(moved).add("one", AdapterConfig(rank=2)).write(tmp_path)
     moved.rename(tmp_path / "away")
+    wide = load_policy(SmallModelSpec(vocab_size=40, hidden_size=32, num_heads=2))
 
     with pytest.raises(InvalidConfigError, match=r"needs the base model .*moved: no such folder"):
         load_policy(tmp_path)
-
-
-def test_adapter_of_another_base_is_refused(base: Path, tmp_path: Path) -> None:
-    _adapters(base).add("one", AdapterConfig(rank=2)).write(tmp_path)
-    wide = load_policy(SmallModelSpec(vocab_size=40, hidden_size=32, num_heads=2))
-
     with pytest.raises(InvalidConfigError, match="does not fit"):
         Adapters(wide, base).load("one", tmp_path)
 
@@ -164,9 +159,6 @@ def test_names_are_checked_and_freed_by_removal(base: Path) -> None:
 def test_invalid_adapter_is_refused_by_its_option(values: dict[str, float], field: str) -> None:
     with pytest.raises(InvalidConfigError, match=field):
         AdapterConfig(**values)  # pyright: ignore[reportArgumentType]
-
-
-def test_unknown_layer_is_refused() -> None:
     with pytest.raises(InvalidConfigError, match="lora_layers: 'heads' is not one of"):
         layer_switches("attention,heads")
 

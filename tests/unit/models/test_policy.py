@@ -35,24 +35,20 @@ def test_a_saved_policy_loads_with_the_same_weights(tmp_path: Path) -> None:
         assert torch.equal(weight, loaded.state_dict()[name]), name
 
 
-def test_a_folder_that_was_not_finished_is_absent_and_leaves_nothing(tmp_path: Path) -> None:
-    def write_half() -> None:
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    def write(name: str, *, fails: bool = False) -> None:
         with new_folder(tmp_path / "weights") as written:
-            (written / "half").write_text("half")
-            raise OSError("disk full")
+            (written / name).write_text("content")
+            if fails:
+                raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        write_half()
-
+        write("half", fails=True)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
-    with new_folder(tmp_path / "weights") as written:
-        (written / "old").write_text("old")
-
-    with new_folder(tmp_path / "weights") as written:
-        (written / "new").write_text("new")
+    for name in ("old", "new"):
+        write(name)
+    with pytest.raises(OSError, match="disk full"):
+        write("half", fails=True)
 
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["new"]
     assert [path.name for path in tmp_path.iterdir()] == ["weights"]

@@ -18,7 +18,7 @@ from turnstream_server.gateway.state import Gateway
 from turnstream_server.gateway.tinker_caller import Authenticated
 from turnstream_server.operations.checkpoint_paths import CheckpointPath
 from turnstream_server.operations.checkpoints import folder_of, read_checkpoint
-from turnstream_server.operations.downloads import Download, new_download, read_download
+from turnstream_server.operations.downloads import new_download, read_download
 
 router = APIRouter()
 public = APIRouter()
@@ -35,8 +35,7 @@ async def external_weights_urls(
     await caller.checkpoint(path)
     files = await asyncio.to_thread(_files, _folder(caller.gateway, path))
     expires_ms = round((time.time() + _LINK_S) * 1000)
-    download = Download(caller.owner, path)
-    token = await new_download(caller.client, download, seconds=_LINK_S)
+    token = await new_download(caller.client, caller.owner, path, seconds=_LINK_S)
     urls = {each: str(request.url_for("download", token=token, name=quote(each))) for each in files}
     return json_response({"urls": urls, "expires": timestamp(expires_ms)})
 
