@@ -163,6 +163,20 @@ def test_half_received_batch_continues_with_the_other_replica(pair: Pair) -> Non
     assert num_damaged == 0
 
 
+def test_session_begins_with_the_other_replica(pair: Pair) -> None:
+    run = pair.create_run("start")
+    pair.publish(run, "g1")
+
+    with (
+        pair.first.frozen(),
+        BatchStream(pair.target, run, timeout_s=TIMEOUT_S) as stream,
+    ):
+        trained = [identity(next(stream))]
+
+    assert trained == pair.content(run, 1)
+    assert pair.frontier(run).session_epoch == 1
+
+
 @pytest.mark.parametrize("acknowledges", ["stepped", "committed", "announce_version"])
 def test_acknowledgements_continue_with_the_other_replica(pair: Pair, acknowledges: str) -> None:
     run = pair.create_run(f"acknowledged {acknowledges}")
