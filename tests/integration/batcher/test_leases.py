@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.proxy import Proxy
-from testkit import group, ids, wait_until_async
+from testkit import ZERO_VARIANCE, group, ids, wait_until_async
 from testkit.scripts import script
 from turnstream.errors import StoreBehindError
 from turnstream.generator import Publisher
@@ -185,6 +185,31 @@ async def test_writer_of_a_lost_seal_learns_that_its_trajectory_was_abandoned(
 
         with pytest.raises(StoreBehindError, match=r"g/[01]/0 was acknowledged, and .* lost"):
             await asyncio.to_thread(publisher.flush)
+
+
+async def test_tombstone_says_whether_the_trajectory_was_abandoned(cluster: Any) -> None:
+    run = cluster.create_run(batch_groups=1, group_filters=ZERO_VARIANCE)
+    await cluster.start_batcher(upkeep=SMALL)
+
+    await asyncio.to_thread(_seal_two_of_four, cluster.url, run)
+    await _folded(cluster, run)
+
+    places = [keys.trajectory_keys(run, f"g/{sample}/0").meta for sample in range(4)]
+    assert [cluster.client.hget(place, "released") for place in places] == [
+        *(b"over", b"over", b"abandoned", b"abandoned")
+    ]
+
+
+def _seal_two_of_four(url: str, run: str) -> None:
+    """Two are sealed with one reward, so the group is filtered, and two are abandoned."""
+    with Publisher(url, run) as publisher:
+        writers = [publisher.trajectory("g", sample, num_samples=4) for sample in range(4)]
+        for writer in writers:
+            writer.append(ids("ab"), ids("c")).result(10)
+        for writer in writers[:2]:
+            writer.seal(1.0)
+        for writer in writers[2:]:
+            writer.abandon("no more time").result(10)
 
 
 async def test_seal_with_a_lost_answer_counts_after_the_run_released_it(
