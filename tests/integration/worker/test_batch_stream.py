@@ -75,6 +75,14 @@ def test_stepped_is_refused_before_the_last_mini_batch_and_when_repeated(
             stream.stepped()
 
 
+def test_version_is_refused_on_other_ranks(batcher: Any) -> None:
+    with (
+        batcher.stream(dp_rank=1, dp_world_size=2, session="s") as stream,
+        pytest.raises(RejectedError, match="dp_rank 0 alone"),
+    ):
+        stream.announce_version(4)
+
+
 def test_version_is_announced_for_the_last_stepped_step(batcher: Any) -> None:
     batcher.add_step(1, "abC")
 

@@ -15,7 +15,12 @@ from turnstream.errors import RunNotFoundError
 from turnstream.wire.v1 import batches_pb2 as batches
 from turnstream.wire.v1 import operations_pb2 as operations
 from turnstream_server.batcher.serving.requests import parse_request
-from turnstream_server.batcher.serving.running_calls import Context, bounded_by_store, store_time_s
+from turnstream_server.batcher.serving.running_calls import (
+    Context,
+    bounded_by_store,
+    headers_of,
+    store_time_s,
+)
 from turnstream_server.keys.checks import KeyChecks, secret_of
 from turnstream_server.keys.limits import Held, Meters, Places
 from turnstream_server.keys.records import LOCAL_KEY, ApiKey, Role
@@ -64,7 +69,7 @@ class Access:
         A request for batches only waits and sends in the block. It is counted, and holds none.
         """
         async with bounded_by_store(self._client, store_time_s(context.time_remaining())):
-            key = await self._keys.identify(secret_of(_headers_of(context)))
+            key = await self._keys.identify(secret_of(headers_of(context)))
         self._meters.admit(key, num_bytes=len(data), now_s=time.monotonic())
         async with self._places.borrow(key.key_id) as place:
             await place.take()
@@ -96,11 +101,6 @@ def observer_rights() -> dict[str, Any]:
     """Return the arguments of the functions of observers that say who calls."""
     key = _CALLER.get()
     return {"owner": key.owner, "is_admin": "admin" in key.roles}
-
-
-def _headers_of(context: Context) -> dict[str, str]:
-    metadata = context.invocation_metadata() or ()
-    return {name: value for name, value in metadata if isinstance(value, str)}
 
 
 def _role_of(request: Message) -> Role:

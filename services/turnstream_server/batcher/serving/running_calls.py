@@ -84,16 +84,15 @@ class RunningCalls:
         self._tasks.add(task)
         name, status, began_s = call.removesuffix("Request"), "CANCELLED", time.monotonic()
         try:
-            with span(f"grpc {name}", traceparent=traceparent_of(context)):
+            with span(f"grpc {name}", traceparent=headers_of(context).get("traceparent", "")):
                 yield
             status = "OK"
         except TurnstreamError as error:
             count_error(type(error), service="batcher")
-            status, _ = error_to_status(error)
+            status, details = error_to_status(error)
             if isinstance(error, InvalidConfigError):
                 logger.info("%s of %s is refused: %s", call, context.peer(), error)
-            code, details = error_to_status(error)
-            await context.abort(grpc.StatusCode[code], details, _retry_after(error))
+            await context.abort(grpc.StatusCode[status], details, _retry_after(error))
         except Exception:
             status = "INTERNAL"
             logger.exception("%s failed", call)
@@ -114,11 +113,10 @@ def _retry_after(error: TurnstreamError) -> tuple[tuple[str, str], ...]:
     return () if wait_s is None else ((RETRY_AFTER, str(max(1, math.ceil(wait_s)))),)
 
 
-def traceparent_of(context: Context) -> str:
-    """Return the W3C traceparent in the metadata of a call; "" for none."""
-    metadata = dict(context.invocation_metadata() or ())
-    found = metadata.get("traceparent", "")
-    return found if isinstance(found, str) else ""
+def headers_of(context: Context) -> dict[str, str]:
+    """Return the texts in the metadata of a call."""
+    metadata = context.invocation_metadata() or ()
+    return {name: value for name, value in metadata if isinstance(value, str)}
 
 
 async def write_messages(
