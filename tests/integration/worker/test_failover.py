@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 import turnstream
 from testkit import config, group, trajectory, wait_until
+from testkit.batchers import BatcherThread
 from testkit.processes import batcher_process, frozen
 from turnstream.errors import UnavailableError, WaitKind
 from turnstream.generator import Publisher
@@ -31,6 +33,9 @@ from turnstream.worker import BatchStream, ObserverStream
 from turnstream.worker._replicas import KEEPALIVE_EVERY_S, KEEPALIVE_WITHIN_S
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.ledger.core.frontier import Frontier, read_frontier
+from turnstream_server.models.spec import SmallModelSpec
+from turnstream_server.trainer.config import TrainerConfig
+from turnstream_server.trainer.service import train
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]
 
@@ -277,3 +282,32 @@ def test_waiting_worker_finds_a_batcher_at_another_address(
             assert len(list(step)) == 1
             assert step.done()
             batches.close()
+
+
+def test_trainer_finds_a_batcher_at_another_address(
+    service: turnstream.Service, tmp_path: Path
+) -> None:
+    torch.set_num_threads(1)
+    run = service.create_run("moves", batch_groups=1)
+    config = TrainerConfig(
+        run=run.name,
+        redis_url=service.url,
+        folder=tmp_path / "trainer",
+        small_model=SmallModelSpec(vocab_size=128, hidden_size=16, num_layers=1),
+        learning_rate=1e-2,
+        timeout_s=120.0,
+        max_steps=2,
+    )
+    metrics = tmp_path / "trainer/metrics.jsonl"
+    first, second = (BatcherThread(service.url) for _ in range(2))
+    with ThreadPoolExecutor() as pool:
+        with first:
+            publish(run)
+            training = pool.submit(train, config)
+            wait_until(lambda: metrics.exists() and metrics.read_text(), 60, describe="step 1")
+        with second:
+            publish(run)
+            training.result(100)
+
+    assert second.target != first.target
+    assert len(metrics.read_text().splitlines()) == 2
