@@ -346,25 +346,20 @@ def test_a_prompt_that_cannot_be_is_refused_by_field(fields: dict[str, Any], mes
         Prompt(**{"prompt_uid": "a", "payload": b"", "num_samples": 2, **fields})
 
 
-def test_a_paused_run_gives_out_no_prompt_and_says_why(run: RunDriver) -> None:
-    add_prompts(run.client, run.name, [prompt("a")])
-    pause_run(run.client, run.name, "the judge is down")
-
-    told = wait(run)
-    resume_run(run.client, run.name)
-
-    assert (told.why, told.is_exhausted) == ("the run is paused: the judge is down", False)
-    assert take(run).task.group.group_id == "a#1"
-
-
-def test_refill_of_an_open_group_is_granted_during_a_pause(drive: Drive) -> None:
+def test_a_paused_run_gives_out_refills_alone_and_says_why(drive: Drive) -> None:
     run = drive(deadline_policy="refill", max_refills=1)
     add_prompts(run.client, run.name, [prompt("a"), prompt("b")])
     take(run)
     run.client.zadd(run.keys.refills, {"a%231/0/1": 1})
-    pause_run(run.client, run.name)
+    pause_run(run.client, run.name, "the judge is down")
 
-    refill = take(run)
+    refill, told = take(run), wait(run)
+    resume_run(run.client, run.name)
+    pause_run(run.client, run.name)
+    without_reason = wait(run)
+    resume_run(run.client, run.name)
 
     assert list(refill.epochs) == [TrajectoryKey("a#1", 0, 1)]
-    assert wait(run).why == "the run is paused"
+    assert (told.why, told.is_exhausted) == ("the run is paused: the judge is down", False)
+    assert without_reason.why == "the run is paused"
+    assert take(run).task.group.group_id == "b#1"

@@ -146,12 +146,9 @@ def test_ids_of_inert_rows_differ_in_all_that_names_them() -> None:
 
     assert len(set(ids)) == 4
     assert max(ids) < 0
-
-
-@pytest.mark.parametrize("name", [(2**31, 0, 0), (0, 2**12, 0), (0, 0, 2**20), (0, 0, -1)])
-def test_numbers_that_leave_no_id_are_refused(name: tuple[int, int, int]) -> None:
-    with pytest.raises(BatchingError, match="no id is left"):
-        inert_row_id(*name)
+    for name in ((2**31, 0, 0), (0, 2**12, 0), (0, 0, 2**20), (0, 0, -1)):
+        with pytest.raises(BatchingError, match="no id is left"):
+            inert_row_id(*name)
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 7))
@@ -177,13 +174,6 @@ def test_ranks_are_cut_by_cost_and_method_of_the_run() -> None:
 
         parts = balance([*costs, 2][:8], num_parts=2, method=budget.balancing, equal_count=True)
         assert found == sorted(map(sorted, parts))
-
-
-def test_rows_divide_by_the_least_common_multiple_and_not_by_the_largest() -> None:
-    assert rows_multiple(dp_world_size=8) == 8
-    for sizes in ({"mini_batch_rows": 0}, {"passes_multiple_of": 0}):
-        with pytest.raises(BatchingError, match="each must be at least 1"):
-            rows_multiple(dp_world_size=8, **sizes)
 
 
 @given(
@@ -221,7 +211,11 @@ def test_no_rank_is_short_of_rows_for_its_passes(
     assert num_rows * world < len(batch) + multiple
 
 
-@pytest.mark.parametrize("sizes", [{"dp_world_size": 0}, {"dp_world_size": 1, "multiple_of": 0}])
-def test_case_32_rows_for_no_rank_or_multiple_are_refused(sizes: dict[str, Any]) -> None:
-    with pytest.raises(BatchingError, match=r"=0 .*must be at least 1"):
-        cut_ranks(np.array([2]), **sizes)
+def test_case_32_rows_for_no_rank_or_multiple_are_refused() -> None:
+    assert rows_multiple(dp_world_size=8) == 8
+    for sizes in ({"mini_batch_rows": 0}, {"passes_multiple_of": 0}):
+        with pytest.raises(BatchingError, match="each must be at least 1"):
+            rows_multiple(dp_world_size=8, **sizes)
+    for ranks in ({"dp_world_size": 0}, {"dp_world_size": 1, "multiple_of": 0}):
+        with pytest.raises(BatchingError, match=r"=0 .*must be at least 1"):
+            cut_ranks(np.array([2]), **ranks)

@@ -98,7 +98,7 @@ def test_case_48_only_the_operation_with_short_or_missing_advantages_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("given_datum", "loss", "problem"),
+    ("wrong", "loss", "problem"),
     [
         (datum(0), "cross_entropy", "model_input is empty"),
         (datum(2, weights=[1]), "cross_entropy", r"weights of shape \(1,\)"),
@@ -125,13 +125,14 @@ def test_case_48_only_the_operation_with_short_or_missing_advantages_is_refused(
             "gspo",
             r"sequence_ratio_mask is 0.5 at \[1\], neither 0 nor 1",
         ),
+        (scored(1), "unknown", "operation 'a': loss 'unknown' is not one of"),
     ],
 )
 def test_a_datum_that_cannot_be_scored_is_refused_by_field(
-    given_datum: Datum, loss: str, problem: str
+    wrong: Datum, loss: str, problem: str
 ) -> None:
     with pytest.raises(BatchingError, match=problem):
-        check_operation(operation("a", given_datum, loss=loss))
+        check_operation(operation("a", wrong, loss=loss))
 
 
 @pytest.mark.parametrize(
@@ -139,35 +140,31 @@ def test_a_datum_that_cannot_be_scored_is_refused_by_field(
     [
         (Operation(request_id="", loss="ppo", data=[scored(1)]), "operation '' of 1 data"),
         (Operation(request_id="a", loss="ppo", data=[]), "operation 'a' of 0 data"),
-        (operation("a", loss="unknown"), "operation 'a': loss 'unknown' is not one of"),
         (
             operation("a", datum(2), datum(2, num_targets=3), loss="cross_entropy"),
             "datum 1: .* unlike those of datum 0",
         ),
+        *[
+            (operation("a", loss=loss, **settings), f"operation 'a': .*{problem}")
+            for loss, settings, problem in [
+                ("ppo", {"clip": 0.2}, "'clip' is unknown; ppo has: clip_low_threshold, clip_high"),
+                (
+                    "importance_sampling",
+                    {"beta": 0.1},
+                    "'beta' is unknown; .*_sampling has: none",
+                ),
+                ("dro", {"beta": -0.1}, "setting beta is -0.1, not a number from 0"),
+                ("dro", {"beta": float("nan")}, "setting beta is nan, not a number from 0"),
+                ("cispo", {"clip_low_threshold": 1.5}, "clip_low_threshold 1.5 is above .* 1.2"),
+            ]
+        ],
     ],
 )
-def test_operation_without_name_data_loss_or_equal_targets_is_refused(
+def test_operation_without_name_data_equal_targets_or_possible_settings_is_refused(
     wrong: Operation, problem: str
 ) -> None:
     with pytest.raises(BatchingError, match=problem):
         check_operation(wrong)
-
-
-@pytest.mark.parametrize(
-    ("loss", "settings", "problem"),
-    [
-        ("ppo", {"clip": 0.2}, "'clip' is unknown; ppo has: clip_low_threshold, clip_high_thresh"),
-        ("importance_sampling", {"beta": 0.1}, "'beta' is unknown; importance_sampling has: none"),
-        ("dro", {"beta": -0.1}, "setting beta is -0.1, not a number from 0"),
-        ("dro", {"beta": float("nan")}, "setting beta is nan, not a number from 0"),
-        ("cispo", {"clip_low_threshold": 1.5}, "clip_low_threshold 1.5 is above .* 1.2"),
-    ],
-)
-def test_unknown_or_impossible_setting_is_refused_with_the_known_ones(
-    loss: str, settings: dict[str, float], problem: str
-) -> None:
-    with pytest.raises(BatchingError, match=f"operation 'a': .*{problem}"):
-        check_operation(operation("a", scored(2), loss=loss, **settings))
 
 
 def test_missing_weights_are_one_and_zeros_make_no_row_inert() -> None:

@@ -121,11 +121,7 @@ def test_vector_values_per_token_are_joined_with_zeros_in_inert_rows() -> None:
     parts = [{0: np.ones((1, 3), np.float32)}, {2: np.full((2, 3), 2, np.float32)}]
 
     joined = join_by_row_id(parts, batch)
+    empty = join_by_row_id([], rows())
 
+    assert (len(empty), empty.values.shape, empty.values.dtype) == (0, (0,), np.float32)
     assert [row.tolist() for row in joined] == [[[1] * 3], [[0] * 3], [[2] * 3] * 2]
-
-
-def test_values_of_no_row_make_an_empty_column() -> None:
-    joined = join_by_row_id([], rows())
-
-    assert (len(joined), joined.values.shape, joined.values.dtype) == (0, (0,), np.float32)

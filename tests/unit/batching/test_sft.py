@@ -40,21 +40,14 @@ def weights_of(batch: Rows) -> Ragged[np.float32]:
     return batch.token_weights
 
 
-def test_the_prompt_ends_before_the_first_target() -> None:
-    batch = learn("abCdE", "abc", "aB")
+def test_case_43_prompt_ends_before_the_first_target_which_is_no_first_token() -> None:
+    # Nothing stands before a first token that could score it; the reference loses it too.
+    batch = learn("abCdE", "abc", "aB", "ABC")
 
-    assert spell(batch) == ["abCdE", "abc", "aB"]
-    assert batch.prompt_length.tolist() == [2, 3, 1]
-    assert [row.tolist() for row in weights_of(batch)] == [[1, 0, 1], [], [1]]
-    assert batch.trajectory_num_tokens.tolist() == [2, 0, 1]
-
-
-def test_case_43_first_token_is_no_target_even_in_a_full_response() -> None:
-    # Nothing stands before it that could score it; the reference loses it too.
-    batch = learn("ABC")
-
-    assert batch.prompt_length.tolist() == [1]
-    assert spell(batch) == ["aBC"]
+    assert spell(batch) == ["abCdE", "abc", "aB", "aBC"]
+    assert batch.prompt_length.tolist() == [2, 3, 1, 1]
+    assert [row.tolist() for row in weights_of(batch)] == [[1, 0, 1], [], [1], [1, 1]]
+    assert batch.trajectory_num_tokens.tolist() == [2, 0, 1, 2]
 
 
 def test_case_8_fractional_weights_are_kept_and_whole_numbers_become_float32() -> None:
@@ -129,16 +122,13 @@ def lay_out(batch: Rows, bins: Any, **options: Any) -> SupervisedBins:
     return packed_supervised(batch, bins=bins, pad_token_id=PAD, **options)
 
 
-def test_case_43_two_sequences_in_one_bin() -> None:
+def test_case_43_two_sequences_in_one_bin_aligned_for_tensor_parallel_ranks() -> None:
     # The reference leaves the last slot, which scores nothing, out of the mask.
-    made = lay_out(learn("aBC", "dE"), [[0, 1]])
-
-    assert made.input_ids_KW.tolist() == [[97, 98, 99, 100, 101]]
-    np.testing.assert_allclose(made.target_weights_KW, [[1 / 3, 1 / 3, 0, 1 / 3, 0]])
-
-
-def test_case_43_sequences_aligned_for_two_tensor_parallel_ranks() -> None:
+    unaligned = lay_out(learn("aBC", "dE"), [[0, 1]])
     made = lay_out(learn("aBC", "dE"), [[0, 1]], alignment=2)
+
+    assert unaligned.input_ids_KW.tolist() == [[97, 98, 99, 100, 101]]
+    np.testing.assert_allclose(unaligned.target_weights_KW, [[1 / 3, 1 / 3, 0, 1 / 3, 0]])
 
     assert made.input_ids_KW.tolist() == [[97, 98, 99, PAD, 100, 101]]
     assert made.attention_mask_KW.tolist() == [[1, 1, 1, 0, 1, 1]]
@@ -168,8 +158,12 @@ def test_case_44_bins_are_laid_out_shard_by_shard() -> None:
     assert made.bins == ((0,), (3,), (1,), (2,))
 
 
-def test_case_44_a_sequence_of_one_token_contributes_no_loss() -> None:
+def test_case_44_a_sequence_of_one_token_contributes_no_loss_and_none_no_row() -> None:
     made = lay_out(learn("A", "aB"), [[0], [1]], loss_scale="none")
+    nothing = supervised_rows(Ragged.from_rows([], np.int32), Ragged.from_rows([], np.float32))
+
+    assert len(nothing) == 0
+    assert lay_out(nothing, []).input_ids_KW.shape == (0, 0)
 
     assert made.target_weights_KW.tolist() == [[0, 0], [1, 0]]
 
@@ -223,13 +217,6 @@ def test_rectangle_has_the_slots_of_the_packed_layout(
         assert_same(made.cu_seqlens[k], one.cu_seqlens)
         assert made.sequence_lengths[k] == tuple(one.length_B.tolist())
     assert made.bins == tuple(map(tuple, bins))
-
-
-def test_no_sequences_make_no_rows() -> None:
-    nothing = supervised_rows(Ragged.from_rows([], np.int32), Ragged.from_rows([], np.float32))
-
-    assert len(nothing) == 0
-    assert lay_out(nothing, []).input_ids_KW.shape == (0, 0)
 
 
 def test_weights_of_another_length_than_their_response_are_not_laid_out() -> None:

@@ -64,31 +64,20 @@ def with_crc(record: bytes) -> bytes:
 
 
 @every_kind
-@pytest.mark.parametrize("flipped_bits", [0x01, 0x80, 0xFF])
-def test_flipped_byte_anywhere_is_refused(kind: Kind, flipped_bits: int):
+def test_record_that_is_damaged_cut_short_or_of_another_kind_is_refused(kind: Kind):
     for position in range(len(kind.record)):
-        damaged = bytearray(kind.record)
-        damaged[position] ^= flipped_bits
-
-        # Also in the version: damage must not look like a newer release, which stops a planner.
+        for flipped_bits in (0x01, 0x80, 0xFF):
+            damaged = bytearray(kind.record)
+            damaged[position] ^= flipped_bits
+            # Also in the version: damage must not look like a newer release, which stops a planner.
+            with pytest.raises(CorruptRecordError):
+                kind.decode(bytes(damaged))
         with pytest.raises(CorruptRecordError):
-            kind.decode(bytes(damaged))
-
-
-@every_kind
-def test_record_cut_short_anywhere_is_refused(kind: Kind):
-    for length in range(len(kind.record)):
-        with pytest.raises(CorruptRecordError):
-            kind.decode(kind.record[:length])
-
-
-@every_kind
-def test_record_of_another_kind_is_refused(kind: Kind):
-    others = [other for other in KINDS.values() if other is not kind]
-
-    for other in others:
-        with pytest.raises(CorruptRecordError, match="it begins with"):
-            kind.decode(other.record)
+            kind.decode(kind.record[:position])
+    for other in KINDS.values():
+        if other is not kind:
+            with pytest.raises(CorruptRecordError, match="it begins with"):
+                kind.decode(other.record)
 
 
 @every_kind

@@ -49,6 +49,8 @@ from turnstream.types import (
 GOLDEN = Path(__file__).parent / "golden"
 MINI_BATCH_HASH = "027b0f3ca45384ba9570cbc21b8ba60d4a038c76e37b3aa215d901a8f87dee0a"
 
+WEIGHTS = np.array([0.25, 0.0, 2.0], np.float32)
+
 EVENTS: dict[str, Event] = {
     "group_opened": GroupOpened(group_id="g0", prompt_uid="gsm8k-17", num_samples=8),
     "trajectory_sealed": replace(
@@ -113,14 +115,6 @@ def golden_turn() -> StoredTurn:
     return replace(turn, version_runs=(VersionRun(7, 1), VersionRun(None, 1), VersionRun(8, 1)))
 
 
-def golden_turn_with_an_anchor() -> StoredTurn:
-    return replace(stored_turn("ab", "C"), anchor=0xCE7E7C3D821BD771)
-
-
-def golden_turn_with_weights() -> StoredTurn:
-    return replace(golden_turn(), token_weights=np.array([0.25, 0.0, 2.0], np.float32))
-
-
 def golden_manifest() -> Manifest:
     return replace(manifest("g0", "g1", run="run", step=2), assembly_version=0)
 
@@ -175,22 +169,24 @@ def golden_mini_batch() -> MiniBatch:
     return MiniBatch(rows=built, info=info)
 
 
-def assert_golden(name: str, actual: bytes) -> None:
-    stored = bytes.fromhex((GOLDEN / name).read_text())
-    lines = "\n".join(textwrap.wrap(actual.hex(), 96))
-    assert actual == stored, f"golden/{name} would now be:\n{lines}"
-
-
 def read_golden(name: str) -> bytes:
     return bytes.fromhex((GOLDEN / name).read_text())
+
+
+def assert_golden(name: str, actual: bytes) -> None:
+    lines = "\n".join(textwrap.wrap(actual.hex(), 96))
+    assert actual == read_golden(name), f"golden/{name} would now be:\n{lines}"
 
 
 @pytest.mark.parametrize(
     ("name", "turn"),
     [
         ("turn", golden_turn()),
-        ("turn_with_an_anchor", golden_turn_with_an_anchor()),
-        ("turn_with_weights", golden_turn_with_weights()),
+        ("turn_with_an_anchor", replace(stored_turn("ab", "C"), anchor=0xCE7E7C3D821BD771)),
+        (
+            "turn_with_weights",
+            replace(golden_turn(), token_weights=WEIGHTS),
+        ),
     ],
 )
 def test_turn_has_the_bytes_of_its_format(name: str, turn: StoredTurn):
@@ -230,10 +226,8 @@ def test_event_has_the_bytes_of_format_0(name: str):
     assert decode_event(record) == EVENTS[name]
 
 
-def test_stored_config_of_format_3_is_read():
-    stored = (GOLDEN / "config_3.json").read_text()
-
-    decoded = decode_config(stored)
+def test_stored_config_of_format_3_is_read_and_of_format_2_refused():
+    decoded = decode_config((GOLDEN / "config_3.json").read_text())
 
     assert decoded == replace(
         config(batch_groups=8, mini_batch_groups=4),
@@ -245,14 +239,9 @@ def test_stored_config_of_format_3_is_read():
             GroupFilter(kind="mean_range", metric="accuracy", low=0.25),
         ),
     )
-
-
-def test_stored_config_of_format_2_is_refused_with_both_formats():
     # It has drop_zero_variance, and trajectories with an error were trained.
-    stored = (GOLDEN / "config_2.json").read_text()
-
     with pytest.raises(UnknownFormatError, match="format 2; this one reads format 3"):
-        decode_config(stored)
+        decode_config((GOLDEN / "config_2.json").read_text())
 
 
 def test_stored_mini_batch_of_format_0_is_read():
