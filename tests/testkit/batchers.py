@@ -12,11 +12,7 @@ from turnstream_server.batcher.serving.service import BatcherOptions, serving
 
 
 class ServiceThread:
-    """A service at `address`, "host:port", which stays the same when it starts again.
-
-    Args:
-        serve: serves at an address, and yields the address.
-    """
+    """A service at `address`, "host:port", which stays the same when it starts again."""
 
     def __init__(self, serve: Callable[[str], AbstractAsyncContextManager[str]]) -> None:
         self._serve = serve

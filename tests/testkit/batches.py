@@ -39,18 +39,8 @@ def rows(
 
     Every row is a trajectory of its own. `rows("abCdE", "a|bC")` has a prompt "ab" and an observed
     token "d" in the first row, and a response that begins with an observed token in the second.
-
-    Args:
-        texts: one letter per token, one text per row.
-        group_ids: one per row; all in "g0" unless given.
-        rewards: one per trajectory; 1.0 each unless given.
-        advantages: one per trajectory; 0.0 each unless given.
-        logprobs: written at the trained tokens, 0.0 elsewhere; None leaves the column out.
-        token_reward: value at every trained token, 0.0 elsewhere.
-        version: sampler of the trained tokens.
-        first_row_id: row ids count up from here.
-        is_padding: which rows are inert, such as "a|b"; none unless given.
-        extras: name to `extra_column`.
+    `logprobs` and `token_reward` stand at the trained tokens, with 0.0 elsewhere; without logprobs
+    the column is left out.
     """
     num_rows = len(texts)
     prompts, responses = zip(*map(_cut, texts), strict=True) if texts else ((), ())
@@ -95,12 +85,7 @@ def operation_rows(
 ) -> Rows:
     """Rows of one operation from letters: every token is its own target, a capital with weight 1.
 
-    Args:
-        texts: one letter per token, one text per row; "a|b" for an inert row.
-        request_id: name of the operation.
-        num_targets: K, targets per token, all the same; None is one number and not a list of one.
-        first_row_id: row ids and datum indices count up from here.
-        is_padding: which rows are inert; none unless given.
+    `num_targets` is K, targets per token, all the same; None is one number and not a list of one.
     """
     num_rows = len(texts)
     inert = list(is_padding or [False] * num_rows)

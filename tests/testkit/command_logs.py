@@ -30,12 +30,7 @@ Call = Callable[[redis.asyncio.Redis], Coroutine[Any, Any, Any]]
 
 
 class CommandLogs:
-    """A gateway and workers of one store; a context manager.
-
-    Attributes:
-        url: address of the store.
-        client: a client of it.
-    """
+    """A gateway and workers of one store; a context manager."""
 
     def __init__(self, url: str) -> None:
         self.url = url

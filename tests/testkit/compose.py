@@ -45,13 +45,7 @@ def compose_file() -> dict[str, Any]:
 
 
 class Started(NamedTuple):
-    """A service that runs as a process.
-
-    Attributes:
-        process: the process.
-        environment: its environment.
-        log: file of its output.
-    """
+    """A service that runs as a process."""
 
     process: subprocess.Popen[bytes]
     environment: Mapping[str, str]
@@ -130,12 +124,7 @@ class LocalStack:
         return self._stack.enter_context(_running(command, {**os.environ}, log))
 
     def start(self, name: str, **changes: str) -> Started:
-        """Start a service with the command and the environment of the file.
-
-        Args:
-            name: name of the service.
-            changes: further variables of the environment, which replace those of the file.
-        """
+        """Start a service with the command and environment of the file, and these changes."""
         service = self._services[name]
         places = {target: str(self.volume(volume)) for volume, target in _volumes(service).items()}
         words = [_placed(word, places) for word in service["command"]]

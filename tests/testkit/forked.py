@@ -52,14 +52,7 @@ _MAX_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Request:
-    """A program to start.
-
-    Attributes:
-        module: name of a module for `-m`, or path of a file.
-        words: its arguments.
-        imports: modules to import before the fork.
-        environment: its whole environment.
-    """
+    """A program to start: a module for `-m` or a file, and modules to import before the fork."""
 
     module: str
     words: list[str]

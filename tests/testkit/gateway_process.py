@@ -22,13 +22,7 @@ class Cost(NamedTuple):
 
 
 class GatewayProcess:
-    """A gateway process on the store at `url`.
-
-    Args:
-        url: address of the store.
-        file: receives the address of the gateway.
-        options: further options of `turnstream serve gateway`.
-    """
+    """A gateway process on the store at `url`; `file` receives its address."""
 
     def __init__(self, url: str, file: Path, *options: str) -> None:
         words = ["serve", "gateway", "--redis", url, "--listen", "127.0.0.1:0"]

@@ -75,14 +75,7 @@ Command = Operation | Forward | Content
 
 
 class ModelHost(NamedTuple):
-    """A base model of its own in a store, and the shared folder of its workers.
-
-    Attributes:
-        name: name of the base model.
-        base: its folder.
-        root: shared folder.
-        batcher: address of the batcher at which workers begin trainer sessions.
-    """
+    """A base model of its own in a store, and the shared folder `root` of its workers."""
 
     url: str
     name: str
@@ -112,12 +105,7 @@ class ModelHost(NamedTuple):
 
 
 class HostedClient:
-    """A client of one model.
-
-    Attributes:
-        record: the model.
-        num_operations: submitted ones, with the creation.
-    """
+    """A client of one model; `num_operations` counts its creation too."""
 
     def __init__(self, model_host: ModelHost, record: ModelRecord) -> None:
         self.model_host = model_host

@@ -29,16 +29,7 @@ SERVICES: Final = (*_READY_LINES,)
 
 
 class HostedProcesses:
-    """A batcher, a gateway, an engine and a sampler; a context manager that leaves none behind.
-
-    Args:
-        folder: receives the base model, checkpoints and logs.
-        store_url: the store.
-        checkpoint_every: optimizer steps between two durable checkpoints.
-
-    Attributes:
-        hosting: address and folders, for `Sdk`.
-    """
+    """A batcher, a gateway, an engine and a sampler; a context manager that leaves none behind."""
 
     def __init__(self, folder: Path, *, store_url: str, checkpoint_every: int = 8) -> None:
         base, shared = folder / "byte", folder / "models"
@@ -66,12 +57,7 @@ class HostedProcesses:
         self._client.close()
 
     def start(self, name: str, *, failpoint: str = "") -> None:
-        """Start a service that does not run any more; do not wait for it.
-
-        Args:
-            name: one of `SERVICES`.
-            failpoint: the place at which the process kills itself, see `failpoints.py`.
-        """
+        """Start a service that does not run any more, and may kill itself at a failpoint."""
         if name in self._services:
             self._services[name].kill()  # also closes its pipe
         environment = {"TURNSTREAM_FAILPOINT": failpoint, "OMP_NUM_THREADS": "1"}

@@ -35,11 +35,7 @@ Received = list[dict[str, Any]]
 
 
 class Recipe:
-    """One run of the recipe.
-
-    Attributes:
-        received: results of the client, in the order of the calls.
-    """
+    """One run of the recipe, with the results of the client in the order of the calls."""
 
     def __init__(self, model: Any, *, num_rounds: int) -> None:
         self.received: Received = []

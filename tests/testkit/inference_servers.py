@@ -171,10 +171,7 @@ class Double:
         calls: paths of the calls that were understood, without listings, in order.
         faults: by path, the next responses in place of the true ones. A number is a status, a
             text is the body of a 200, None never answers.
-        weights: folder of the model.
         weight_version: the label of `weights`.
-        adapters: folder of each adapter, by its name.
-        authorization: the last header of that name.
         completions: requests of completions, in order.
     """
 

@@ -45,13 +45,7 @@ ARROW_TYPES: dict[str, pa.DataType] = {
 
 
 class IngestClient:
-    """A client of one run.
-
-    Args:
-        gateway: the gateway, or its base URL.
-        run: name of the run.
-        writer: name of the writer; None for that of the key.
-    """
+    """A client of one run; without a `writer`, its name is that of the key."""
 
     def __init__(
         self, gateway: GatewayThread | str, run: str, *, writer: str | None = "test"

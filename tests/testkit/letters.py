@@ -11,20 +11,12 @@ from turnstream.types import Rows, Sequence
 
 
 def ids(text: str) -> NDArray[np.int32]:
-    """int32 (len(text),), the code of every letter; "a" and "A" are the same token.
-
-    >>> ids("abC").tolist()
-    [97, 98, 99]
-    """
+    """int32 (len(text),), the code of every letter; "a" and "A" are the same token."""
     return np.array([ord(letter) for letter in text.lower()], np.int32)
 
 
 def mask(text: str) -> NDArray[np.uint8]:
-    """uint8 (len(text),), 1 where the letter is a capital.
-
-    >>> mask("abC").tolist()
-    [0, 0, 1]
-    """
+    """uint8 (len(text),), 1 where the letter is a capital."""
     return np.array([letter.isupper() for letter in text], np.uint8)
 
 

@@ -23,12 +23,7 @@ _START_S = 100.0
 
 @dataclass
 class Process:
-    """A service as a process.
-
-    Attributes:
-        port: where its metrics are.
-        log_path: its log, one JSON object per line.
-    """
+    """A service as a process, with its metrics at `port` and a log of JSON lines."""
 
     popen: subprocess.Popen[bytes]
     port: int
@@ -83,13 +78,7 @@ class Process:
 
 
 class Processes(contextlib.ExitStack):
-    """Services of one store, killed at the end.
-
-    Args:
-        url: the store.
-        folder: for logs.
-        environment: variables of all services.
-    """
+    """Services of one store, killed at the end; `folder` is for logs."""
 
     def __init__(self, url: str, folder: Path, **environment: str) -> None:
         super().__init__()

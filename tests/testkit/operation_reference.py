@@ -17,13 +17,7 @@ from turnstream_server.models.policy import load_adapter
 
 
 class Reference(NamedTuple):
-    """Result of a loss.
-
-    Attributes:
-        loss: sum over all datums.
-        logprobs: float64, of the targets of each datum.
-        gradients: gradient of each weight of the adapter, at its stored name.
-    """
+    """The summed loss, log-probabilities of the targets, and the adapter's gradients."""
 
     loss: float
     logprobs: list[NDArray[np.float64]]

@@ -62,14 +62,7 @@ class Updated(NamedTuple):
 
 
 class Resumed(NamedTuple):
-    """A sharded model that was trained, saved, and trained on.
-
-    Attributes:
-        saved: weights in the checkpoint.
-        expected: weights after an undisturbed update.
-        actual: weights after the same update of a new engine that restored the checkpoint.
-        restored: weights that the ranks of another world size read; None for the first size.
-    """
+    """Weights in a checkpoint, after an update with and without it, and for other ranks."""
 
     saved: dict[str, Tensor]
     expected: dict[str, Tensor]
@@ -81,10 +74,8 @@ class Outcome(NamedTuple):
     """Results of one rank.
 
     Attributes:
-        updates: by the name of the case; each rank has the whole model.
         sharded: the same, where each rank has a shard of each weight.
         sums: summed gradients; all ranks have the first, rank 0 the second, none the third.
-        refusal: error for weights that differ on the last rank.
         random: numbers after a checkpoint was saved, and after it was restored.
         resumed: training of sharded models over a checkpoint; empty for one rank.
     """

@@ -23,13 +23,7 @@ Result = dict[str, Any]
 
 
 class RecipeClient:
-    """A process with the tinker SDK that makes runs of the recipe, one after another.
-
-    A context manager that ends the process.
-
-    Args:
-        hosting: the gateway, and the folder of the log of this process.
-    """
+    """A process with the tinker SDK that makes runs of the recipe; a context manager."""
 
     def __init__(self, hosting: Hosting) -> None:
         sdk = Sdk(NEWEST, address=hosting.address, api_key=API_KEY, folder=hosting.folder)

@@ -12,13 +12,7 @@ from testkit.gateway_thread import GatewayThread
 
 
 class RestApi:
-    """A client of a gateway.
-
-    Args:
-        gateway: the gateway.
-        key: API key; "" for none.
-        writer: name of the writer; "" for that of the key.
-    """
+    """A client of a gateway; without a `writer`, its name is that of the key."""
 
     def __init__(self, gateway: GatewayThread, *, key: str = "", writer: str = "") -> None:
         headers = {"X-API-Key": key, "X-Turnstream-Writer": writer}

@@ -82,11 +82,7 @@ class Sampled(NamedTuple):
 
 
 class SamplingClient:
-    """Sampling sessions of a base model of its own name.
-
-    Attributes:
-        base_model: the name.
-    """
+    """Sampling sessions of a base model of its own name."""
 
     def __init__(self, client: redis.Redis, url: str) -> None:
         self.base_model = f"tiny/byte-{next(_numbers)}"

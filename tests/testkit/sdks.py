@@ -34,15 +34,7 @@ BASE: Final = "tiny/byte"
 
 
 class Hosting(NamedTuple):
-    """Processes that serve the base model `BASE`.
-
-    Attributes:
-        address: "host:port" of the gateway.
-        base: folder of the base model.
-        folder: working directory of the SDK.
-        shared: folder that engine and sampler share.
-        store_url: address of the store.
-    """
+    """Processes that serve the base model `BASE`; `folder` is the SDK's working directory."""
 
     address: str
     base: Path
@@ -60,9 +52,6 @@ class Sdk:
 
     Args:
         release: one of `NEWEST` and `OLDER`; the test is skipped where it is not installed.
-        address: "host:port" of the gateway.
-        api_key: key of the client.
-        folder: working directory.
     """
 
     def __init__(self, release: str, *, address: str, api_key: str, folder: Path) -> None:

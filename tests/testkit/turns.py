@@ -37,15 +37,8 @@ def turn(
 ) -> Turn:
     """A turn from letters: the full prompt, then the response with its trained tokens as capitals.
 
-    Args:
-        prompt: one letter per token; capitals mean nothing here.
-        response: one letter per token. All capitals: no mask is given, as most generators do.
-        logprobs: in nats; a single number is written at the trained tokens, 0.0 elsewhere.
-        rewards: per response token; a single number is written at the last one, 0.0 elsewhere.
-        weights: per response token; a single number is written at the trained tokens.
-        version: weights that sampled the whole response; None if unknown.
-        extras: declared columns, each said of the whole turn.
-        anchor: the state that it began in.
+    A response of capitals alone has no mask, as with most generators. A single number of logprobs
+    or weights is written at the trained tokens, one of rewards at the last token.
     """
     loss_mask = mask(response)
     return Turn(

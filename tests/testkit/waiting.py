@@ -23,12 +23,7 @@ not fail a test."""
 def wait_until(
     predicate: Callable[[], Value], timeout_s: float = TIMEOUT_S, describe: str = "the condition"
 ) -> Value:
-    """Ask again and again until the answer is true, and give that answer.
-
-    Args:
-        predicate: called about every 10 ms; must itself return soon.
-        timeout_s: seconds after which the wait fails.
-        describe: completes "timed out waiting for ...".
+    """Ask about every 10 ms until the answer is true, and give that answer.
 
     Raises:
         TimeoutError: names what was waited for, and the last answer.

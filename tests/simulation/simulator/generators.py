@@ -41,7 +41,6 @@ class Generator:
 
     Attributes:
         started: trajectories that it started; it neither starts them again nor adopts them.
-        refills: refills and tasks that it got.
         abandoned: started trajectories that it abandoned; a store that lost this may assign them
             again.
     """

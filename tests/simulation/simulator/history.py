@@ -23,14 +23,12 @@ class History:
     """Facts of one run.
 
     Attributes:
-        sealed_crcs: trajectory id -> the CRCs of the turns of every attempted seal.
         writers: trajectory id -> the processes that wrote to it, or asked to.
         rewarded: trajectory -> time and value of an acknowledged reward.
         groups: name, samples and needed members of groups that several generators write.
         trained: step -> manifest hash, of the surviving history; `ever_trained` of all histories.
         checkpoints: tokens of the surviving history, oldest first; `on_disk` has all of them.
         most_withdrawn: the newest step that was trained by a withdrawn plan.
-        newest_stepped: the newest step that the current session acknowledged, or tried to.
         revised: acknowledged configs by number: first step, config.
         mixed: refusals that no caller may get.
     """

@@ -162,11 +162,7 @@ Main = Callable[["Process"], Coroutine[Any, Any, None]]
 
 
 class Process:
-    """A loop and its tasks, which can be killed.
-
-    Attributes:
-        hangs_until_s: time at which its slow call arrives.
-    """
+    """A loop and its tasks, which can be killed."""
 
     def __init__(self, world: World, name: str, main: Main) -> None:
         self.world = world

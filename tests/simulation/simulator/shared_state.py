@@ -26,8 +26,6 @@ class SharedState:
         config: first config of the run; `in_force` is the current one.
         another_config: draws a config for a revision.
         is_closing: no new group is started; open groups are completed.
-        is_ended: a trainer came to the end of the run.
-        most_episodes: largest number of concurrent episodes of one generator.
         rotten: trajectories whose payload was damaged.
     """
 

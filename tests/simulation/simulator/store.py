@@ -25,7 +25,6 @@ class Store:
 
     Attributes:
         is_full: whether it is above `maxmemory`: scripts without allow-oom are refused.
-        num_added: entries that were ever added to streams.
         num_parks: number of times that a leader parked a run.
         appended: called with key, id and fields of each new entry of a stream.
     """

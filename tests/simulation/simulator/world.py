@@ -31,7 +31,6 @@ class World:
     """The store, the processes, and chance.
 
     Attributes:
-        counts: number of each fault.
         synced: called when the disk has all of the store; its result is called after a power cut.
         lost: called when a publisher reports an acknowledged write as lost.
         served: name of the process whose call is carried out, or was last.

@@ -46,14 +46,10 @@ def with_extras(
     *,
     agrees: bool = False,
 ) -> tuple[Turn, ...]:
-    """The same turns with the columns that a run declares.
+    """The same turns with the columns that a run declares, the optional ones left out of some.
 
-    Args:
-        draw: given by Hypothesis.
-        turns: turns of one trajectory.
-        declared: optional columns are left out of some turns.
-        agrees: turns with the same tokens say the same of them, and each captured all of its tokens
-            or all but the last; nothing is left out.
+    With `agrees`, turns with the same tokens say the same of them, and each captured all of its
+    tokens or all but the last; nothing is left out.
     """
     given: list[dict[str, NDArray[Any]]] = []
     for turn in turns:

@@ -30,13 +30,7 @@ ROWS: Final = 2_000
 
 
 class LimitStore:
-    """A run in a store, with what the builders write by hand.
-
-    Args:
-        client: a client of the store.
-        name: name of the run, which is created.
-        settings: settings of the run.
-    """
+    """A run in a store, with what the builders write by hand."""
 
     def __init__(self, client: redis.Redis, name: str, **settings: Any) -> None:
         config = {"batch_groups": 10_000, "mini_batch_groups": 10_000, "max_samples": 4096}
