@@ -114,11 +114,7 @@ class HostedClient:
 
     def create(self, content: CreateModel) -> None:
         """Create the model."""
-
-        async def call(client: redis.asyncio.Redis) -> None:
-            await create_model(client, self.record, content)
-
-        self._call(call)
+        self._call(lambda client: create_model(client, self.record, content))
 
     def submit(self, *commands: Command) -> None:
         """Submit commands with the next numbers."""

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.redis
 
 
 def test_a_group_is_registered_once_and_each_sample_is_taken(run: RunDriver) -> None:
-
     first = run.do(run.open_group("g/0/0", "g/1/0"))
     again = run.do(run.open_group("g/0/0", "g/1/0"))
 
@@ -107,27 +106,21 @@ def test_a_decided_group_takes_no_further_sample(run: RunDriver) -> None:
     ]
 
 
-def test_an_evaluation_is_admitted_where_training_must_wait_and_counts_nowhere(
+def test_an_evaluation_is_admitted_where_training_must_wait_and_sealed_and_adopted(
     drive: Drive,
 ) -> None:
     run = drive(batch_groups=1, max_staleness=0, max_planned_ahead=0)
     run.do(run.open_group("full/0/0", group="full"))
 
     (waits,) = run.do_all([run.open_group("g/0/0")])
-    opened = run.do(run.open_group("e/0/0", group="e", num_samples="2:eval"))
+    opened = run.do(run.open_group("e/0/0", "e/1/0", group="e", num_samples="2:eval"))
 
     assert "1 groups are live, 1 are allowed" in str(waits)
-    assert opened == [1]
+    assert opened == [1, 1]
     assert run.client.hget(run.keys.groups, "e") == b"2:evaluating"
     assert run.client.hmget(run.keys.frontier, "live_groups", "opened_groups") == [b"1", b"1"]
-    assert run.counts() == {"accepted": 2, "open": 2}
-
-
-def test_evaluation_can_be_sealed_and_its_open_members_adopted(run: RunDriver) -> None:
-    run.do(run.open_group("e/0/0", "e/1/0", group="e", num_samples="2:eval"))
-
     assert run.do(run.post_sealed("e/0/0", 1, b"seal")) == [b"OK"]
-    assert run.counts() == {"accepted": 2, "open": 1, "sealed": 1}
+    assert run.counts() == {"accepted": 3, "open": 2, "sealed": 1}
     assert run.do(adopt_command(run.name, "e/1/0", writer="w")) == [1, 2]
 
 
@@ -217,9 +210,7 @@ def test_attempt_follows_the_highest_known_one_of_its_sample(run: RunDriver) -> 
     run.client.zadd(run.keys.refills, {"g/0/4": 1})
     assert opened == [1, 1, 1]
     assert run.do(run.open_group("g/1/3", "g/0/1", "g/0/4", "g/0/5")) == [1, 1, 1, 1]
-
-
-def test_writer_may_open_again_an_attempt_whose_predecessors_are_lost(run: RunDriver) -> None:
+    # A writer may open an attempt again whose predecessors are lost.
     assert run.do(run.open_group("g/0/9", num_samples="2+")) == [1]
 
 

@@ -127,16 +127,12 @@ def test_waiting_for_a_version_ends_when_a_higher_one_is_announced(
     )
 
     waiter.start()
-    wait_until(lambda: num_blocked(client) == 1, describe="the blocked read")
+    clients: Any = client
+    wait_until(lambda: clients.info("clients")["blocked_clients"] == 1, describe="the blocked read")
     announced = announce(client, run, 4)
     waiter.join(20)
 
     assert found == [announced]
-
-
-def num_blocked(client: redis.Redis) -> int:
-    clients: Any = client.info("clients")
-    return clients["blocked_clients"]
 
 
 def test_closing_a_run_is_an_event_with_the_reason(client: redis.Redis, new_run: NewRun) -> None:

@@ -187,7 +187,7 @@ CUT_OFF = [
     ("masked_reward", "advantages"),
     [("keep", [1.0, 0.0, -1.0]), ("leave_out", [0.707106, -0.707106, 0.0])],
 )
-def test_masked_trajectory_counts_in_the_baseline_only_if_configured(
+def test_masked_trajectory_is_in_no_denominator_and_in_the_baseline_only_if_configured(
     masked_reward: Any, advantages: list[float]
 ) -> None:
     manifest = plan(ready("a", *CUT_OFF), of=replace(MASKING, masked_reward=masked_reward))
@@ -195,12 +195,6 @@ def test_masked_trajectory_counts_in_the_baseline_only_if_configured(
     planned = manifest.groups[0].trajectories
     assert [t.advantage for t in planned] == pytest.approx(advantages, abs=2e-6)
     assert [t.reward for t in planned] == [1.0, 0.0, -1.0]
-
-
-def test_a_masked_trajectory_is_in_the_batch_and_in_no_denominator() -> None:
-    manifest = plan(ready("a", *CUT_OFF), of=MASKING)
-
-    planned = manifest.groups[0].trajectories
     assert [t.is_masked for t in planned] == [False, False, True]
     assert [t.sequences[0].num_trained_tokens for t in planned] == [3, 3, 0]
     assert (planned[2].oldest_version, planned[2].newest_version) == (None, None)

@@ -31,6 +31,7 @@ from turnstream.errors import InvalidTurnError
 from turnstream.types import Rows, SealedTrajectory, Status, Turn, VersionRun
 
 GIGPO = replace(config(), estimator="gigpo", turn_discount=0.5, divide_by_std=False)
+NEEDED = "which estimator='gigpo' needs"
 
 
 def test_only_trajectory_of_a_group_compares_its_own_turns() -> None:
@@ -92,27 +93,29 @@ def test_other_estimators_have_none_per_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "source", "says"),
     [
-        ({}, "has no anchor at turn 0, which estimator='gigpo' needs"),
-        ({"anchors": [1, None]}, "has no anchor at turn 1, which estimator='gigpo' needs"),
-        ({"anchors": [0, 0]}, ""),
+        ({}, "outcome", "has no anchor at turn 0, which estimator='gigpo' needs"),
+        (
+            {"anchors": [1, None]},
+            "outcome",
+            "has no anchor at turn 1, which estimator='gigpo' needs",
+        ),
+        ({"anchors": [0, 0]}, "outcome", ""),
+        (
+            {"turn_rewards": [3e38, -3e38], "anchors": [1, 2], "reward": None},
+            "sum_of_turns",
+            "has a reward of 3e+38 at turn 0",
+        ),
     ],
 )
-def test_member_without_an_anchor_is_excluded_with_its_name(fields: Any, says: str) -> None:
+def test_member_without_an_anchor_or_float32_reward_is_excluded_with_its_turn(
+    fields: Any, source: Any, says: str
+) -> None:
     member = sealed(turns=[shape(), shape()], **fields)
 
-    assert problem_of(member, GIGPO) == says
-    assert problem_of(member, config()) == ""
-
-
-def test_turn_with_a_reward_beyond_float32_is_no_member() -> None:
-    rewards = [3e38, -3e38, 1.0]
-    member = sealed(turns=[shape()] * 3, turn_rewards=rewards, anchors=[1, 2, 3], reward=None)
-    by_turns = replace(GIGPO, reward_source="sum_of_turns")
-
-    assert problem_of(member, by_turns) == "has a reward of 3e+38 at turn 0"
-    assert problem_of(member, replace(config(), reward_source="sum_of_turns")) == ""
+    assert problem_of(member, replace(GIGPO, reward_source=source)) == says
+    assert problem_of(member, replace(config(), reward_source=source)) == ""
 
 
 @pytest.mark.parametrize(
