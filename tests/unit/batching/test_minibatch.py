@@ -216,6 +216,7 @@ def test_case_32_rows_for_no_rank_or_multiple_are_refused() -> None:
     for sizes in ({"mini_batch_rows": 0}, {"passes_multiple_of": 0}):
         with pytest.raises(BatchingError, match="each must be at least 1"):
             rows_multiple(dp_world_size=8, **sizes)
-    for ranks in ({"dp_world_size": 0}, {"dp_world_size": 1, "multiple_of": 0}):
+    wrong: list[dict[str, Any]] = [{"dp_world_size": 0}, {"dp_world_size": 1, "multiple_of": 0}]
+    for ranks in wrong:
         with pytest.raises(BatchingError, match=r"=0 .*must be at least 1"):
             cut_ranks(np.array([2]), **ranks)
