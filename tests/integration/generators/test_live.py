@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +19,8 @@ import torch
 from transformers import PreTrainedModel
 
 import testkit
+from testkit.forked import popen
+from testkit.gateway_thread import GatewayThread
 from testkit.stores import RunReader
 from testkit.training import make_engine
 from turnstream.batching.merge.merging import turn_prompts
@@ -38,6 +43,7 @@ from turnstream_server.generators import live
 from turnstream_server.generators.config import LiveGeneratorConfig
 from turnstream_server.generators.guessing import VOCAB_SIZE, Episode, step
 from turnstream_server.generators.live import NewestPolicy, generate
+from turnstream_server.keys.store import create_key
 from turnstream_server.ledger.queries.ledger import read_ledger
 from turnstream_server.ledger.sessions.sessions import announce_version, start_session
 from turnstream_server.models.policy import load_policy, save_policy
@@ -285,6 +291,44 @@ async def test_unloadable_weights_are_refused_with_their_version(live_run: LiveR
 async def test_generator_without_weights_stops_at_its_deadline(live_run: LiveRun) -> None:
     with pytest.raises(NotReadyError, match=r"no weights within 0\.05 s"):
         await generate(live_run.config(timeout_s=0.05))
+
+
+@pytest.mark.redis
+async def test_generator_over_http_plays_until_the_run_is_closed(live_run: LiveRun) -> None:
+    await live_run.announce(0, seed=1)
+    key_file = live_run.folder / "key"
+    key_file.write_text(create_key(live_run.client, live_run.name, roles=["produce"]))
+    words = ["serve", "generator", "--run", live_run.name, "--round", "2", "--threads", "1"]
+
+    def play(url: str) -> tuple[int, str]:
+        """Return the exit code and the log of a generator process that reaches a gateway alone."""
+        password_file = str(live_run.folder / "no password of a store")
+        variables = {"REDIS_URL": url, "REDIS_PASSWORD_FILE": password_file, "KEY_FILE": key_file}
+        process = popen(
+            [sys.executable, "-m", "turnstream_server.cli", *words],
+            env={**os.environ, **{f"TURNSTREAM_{k}": str(v) for k, v in variables.items()}},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+        def has_played() -> bool:
+            assert process.poll() is None, process.communicate()
+            return live_run.count(TrajectoryState.SEALED) >= 16
+
+        try:
+            testkit.wait_until(has_played, 120, describe="two groups")
+            close_run(live_run.client, live_run.name)
+            _, log = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        return process.returncode, log
+
+    with GatewayThread(live_run.url, requires_key=True) as gateway:
+        code, log = await asyncio.to_thread(play, gateway.base_url)
+
+    assert code == 0, log
+    ledger = read_ledger(live_run.client, live_run.name)
+    assert ledger.by_state[TrajectoryState.SEALED] == ledger.accepted
 
 
 def _replayed(turns: Sequence[StoredTurn], *, secret: int) -> float:

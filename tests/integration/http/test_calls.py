@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import http.server
 import pickle
 import subprocess
 import sys
@@ -16,9 +15,12 @@ from urllib.parse import quote
 import httpx2
 import pytest
 import redis
+from starlette.datastructures import Headers
+from starlette.responses import Response
 
 import turnstream
 from testkit.gateway_thread import GatewayThread
+from testkit.inference_servers import serving
 from testkit.processes import in_fork
 from turnstream.errors import (
     AccessDeniedError,
@@ -134,41 +136,30 @@ def test_import_of_the_sdk_loads_no_http_client() -> None:
 # ------------------------------------------------------------------------------ other servers
 
 
-class _Answer(http.server.BaseHTTPRequestHandler):
+class OtherServer:
     """Answers with the next of some statuses, the last one again and again."""
 
-    protocol_version = "HTTP/1.1"
-    answers: list[tuple[int, dict[str, str], str]]
-    seen: list[Any]
-    ports: list[int]
+    def __init__(self) -> None:
+        self.answers: list[tuple[int, dict[str, str], str]] = []
+        self.seen: list[Headers] = []
+        self.ports: list[int] = []
 
-    def do_GET(self) -> None:
-        self.seen.append(self.headers)
-        self.ports.append(self.client_address[1])
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request."""
+        self.seen.append(Headers(scope=scope))
+        self.ports.append(scope["client"][1])
         status, headers, body = self.answers[0]
         if len(self.answers) > 1:
             self.answers.pop(0)
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Print nothing."""
+        await Response(body, status, headers)(scope, receive, send)
 
 
 @pytest.fixture
-def other_server() -> Iterator[tuple[str, type[_Answer]]]:
-    """The address of another server, and its handler, which has the answers."""
-    handler = type("Handler", (_Answer,), {"answers": [], "seen": [], "ports": []})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", handler
-        server.shutdown()
-        thread.join()
+def other_server() -> Iterator[tuple[str, OtherServer]]:
+    """The address of another server, and the server."""
+    server = OtherServer()
+    with serving(server) as url:
+        yield url, server
 
 
 _JSON = {"Content-Type": "application/json"}
@@ -190,40 +181,40 @@ CASES: list[tuple[list[tuple[int, dict[str, str], str]], type[TurnstreamError], 
 
 
 def test_answers_of_other_servers_are_typed_errors(
-    other_server: tuple[str, type[_Answer]],
+    other_server: tuple[str, OtherServer],
 ) -> None:
-    url, handler = other_server
+    url, server = other_server
     for answers, kind, text, num_requests in CASES:
-        handler.answers[:], handler.seen[:] = answers, []
+        server.answers[:], server.seen[:] = answers, []
         with pytest.raises(TurnstreamError) as raised:
             turnstream.connect(url)
-        found = type(raised.value), text in str(raised.value), len(handler.seen)
+        found = type(raised.value), text in str(raised.value), len(server.seen)
         assert found == (kind, True, num_requests), (answers, raised.value)
 
 
 def test_lost_connections_and_limits_are_repeated_with_the_wire_version(
-    other_server: tuple[str, type[_Answer]],
+    other_server: tuple[str, OtherServer],
 ) -> None:
-    url, handler = other_server
+    url, server = other_server
     soon = {"Retry-After": "0"}
-    handler.answers[:] = [(503, {}, ""), (429, soon, ""), (425, {}, ""), (429, soon, ""), _PONG]
+    server.answers[:] = [(503, {}, ""), (429, soon, ""), (425, {}, ""), (429, soon, ""), _PONG]
 
     turnstream.connect(url, api_key="tml-x").close()
 
-    assert len(handler.seen) == 5
-    assert {each[HEADER] for each in handler.seen} == {str(WIRE_VERSION)}
-    assert {each["X-API-Key"] for each in handler.seen} == {"tml-x"}
+    assert len(server.seen) == 5
+    assert {each[HEADER] for each in server.seen} == {str(WIRE_VERSION)}
+    assert {each["X-API-Key"] for each in server.seen} == {"tml-x"}
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_fork_has_a_connection_of_its_own(other_server: tuple[str, type[_Answer]]) -> None:
-    url, handler = other_server
-    handler.answers[:] = [_PONG]
+def test_fork_has_a_connection_of_its_own(other_server: tuple[str, OtherServer]) -> None:
+    url, server = other_server
+    server.answers[:] = [_PONG]
     with turnstream.connect(url) as service:
         assert in_fork(service.ping) == "ok"
         service.ping()
 
-    parent, child, again = handler.ports
+    parent, child, again = server.ports
     assert parent == again != child
 
 

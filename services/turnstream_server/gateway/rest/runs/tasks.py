@@ -68,7 +68,7 @@ class PromptFields(Body):
             raise InvalidTurnError("payload", "exactly one of text and payload is needed")
         return Prompt(
             prompt_uid=self.prompt_uid,
-            payload=_encoded(self.text) if self.text is not None else _decoded(self.payload or ""),
+            payload=_decoded(self.payload or "") if self.text is None else self.text.encode(),
             num_samples=self.num_samples,
             num_needed=self.num_needed,
         )
@@ -318,13 +318,6 @@ async def _open_for(
         entries: Any = await caller.client.execute_command("HMGET", keys.run_keys(run).ledger, *ids)
     found = zip(members, entries, strict=True)
     return [key for key, entry in found if is_open_for((entry or b"").decode(), writer)]
-
-
-def _encoded(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidTurnError("text", "it is no valid Unicode") from error
 
 
 def _decoded(payload: str) -> bytes:
