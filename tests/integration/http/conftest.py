@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -37,26 +37,6 @@ new_gateway, gateway = gateways.new_gateway, gateways.gateway
 def url_of(server: EmbeddedServer, gateway: GatewayThread) -> Callable[[str], str]:
     """`url_of("http")` is the address of the gateway, `url_of("redis")` that of the store."""
     return {"redis": server.url, "http": gateway.base_url}.__getitem__
-
-
-class Connected(NamedTuple):
-    """The store by one way.
-
-    Attributes:
-        url: the address.
-        service: the store at this address.
-    """
-
-    url: str
-    service: turnstream.Service
-
-
-@pytest.fixture(params=["redis", "http"])
-def connected(request: Any, url_of: Callable[[str], str]) -> Iterator[Connected]:
-    """The store, over Redis and over HTTP."""
-    url = url_of(request.param)
-    with turnstream.connect(url) as service:
-        yield Connected(url, service)
 
 
 @pytest.fixture

@@ -282,23 +282,27 @@ def test_waiting_publisher_sends_one_read_and_no_poll(
     assert sent["open_group"] == 6  # each group is refused once, and then admitted
 
 
+@pytest.mark.parametrize("way", ["redis", "http"])
 def test_batches_are_pulled_with_a_batcher_of_the_store(
-    server: EmbeddedServer, connected: Any, new_name: str
+    server: EmbeddedServer, url_of: Callable[[str], str], new_name: str, way: str
 ) -> None:
-    run = connected.service.create_run(new_name, batch_groups=1)
-    with BatcherThread(server.url), run.publisher() as publisher:
-        publisher.publish(group("g")).result()
-        with run.batches(timeout_s=30) as batches:
-            step = next(iter(batches))
+    with turnstream.connect(url_of(way)) as service, BatcherThread(server.url):
+        run = service.create_run(new_name, batch_groups=1)
+        with run.publisher() as publisher, run.batches(timeout_s=30) as batches:
+            publisher.publish(group("g")).result()
 
-            assert step.number == 1
+            assert next(iter(batches)).number == 1
 
 
-def test_fenced_writer_is_noticed(connected: Any, new_name: str, client: redis.Redis) -> None:
-    run = connected.service.create_run(new_name, batch_groups=8, lease_s=0.3)
-    with run.publisher("a") as first:
-        open_ = first.trajectory("g", 0, num_samples=1)
-        open_.append(ids("a"), ids("B")).result()
-        client.hset(keys.run_keys(new_name).ledger, "g/0/0", "open:7:b")
-        with pytest.raises(FencedError):
-            open_.seal(1.0)
+@pytest.mark.parametrize("way", ["redis", "http"])
+def test_fenced_writer_is_noticed(
+    client: redis.Redis, url_of: Callable[[str], str], new_name: str, way: str
+) -> None:
+    with turnstream.connect(url_of(way)) as service:
+        run = service.create_run(new_name, batch_groups=8, lease_s=0.3)
+        with run.publisher("a") as first:
+            open_ = first.trajectory("g", 0, num_samples=1)
+            open_.append(ids("a"), ids("B")).result()
+            client.hset(keys.run_keys(new_name).ledger, "g/0/0", "open:7:b")
+            with pytest.raises(FencedError):
+                open_.seal(1.0)

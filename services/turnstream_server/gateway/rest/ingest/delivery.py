@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import redis.asyncio
 
@@ -28,6 +28,7 @@ from turnstream.errors import (
 from turnstream.generator import AsyncReceipt
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
+from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import run_commands_async
 from turnstream.store.run.groups import OPEN_GROUP, group_size
 from turnstream.types import GroupOpened, TrajectoryKey
@@ -49,45 +50,6 @@ _DECIDED_BY_STORE: Final = (ConflictError, FencedError, TurnGapError, StoreBehin
 """Errors that an out-of-date cache may have caused."""
 
 
-async def open_members(
-    client: redis.asyncio.Redis, run_writer: RunWriter, slots: Slots, openings: Iterable[Opening]
-) -> dict[GroupOpened, dict[TrajectoryKey, int] | TurnstreamError]:
-    """Open groups and their members, and return the lease epochs of the members by group.
-
-    A member that has ended, or belongs to another writer, has no epoch. A group that is not
-    admitted is a RejectedError with `retry_after_s`.
-    """
-    groups: dict[GroupOpened, dict[TrajectoryKey, None]] = {}
-    for group, members in openings:
-        groups.setdefault(group, {}).update(dict.fromkeys(members))
-    commands = [
-        OPEN_GROUP(
-            keys.run_keys(run_writer.run).of_open_group,
-            keys.encode_name(group.group_id),
-            group_size(group),
-            run_writer.writer,
-            encode_event(group),
-            *map(keys.trajectory_id, members),
-        )
-        for group, members in groups.items()
-    ]
-    replies = await run_commands_async(client, commands) if commands else []
-    opened: dict[GroupOpened, dict[TrajectoryKey, int] | TurnstreamError] = {}
-    for (group, members), reply in zip(groups.items(), replies, strict=True):
-        if isinstance(reply, RunNotFoundError):
-            raise reply
-        if isinstance(reply, TurnstreamError):
-            opened[group] = reply
-            continue
-        pairs = zip(members, reply, strict=True)
-        epochs = {key: epoch for key, epoch in pairs if isinstance(epoch, int)}
-        new = {key: epoch for key, epoch in epochs.items() if not slots[key].is_open}
-        for writer in run_writer.opened(group, new):
-            slots[writer.key].writer = writer
-        opened[group] = epochs
-    return opened
-
-
 class Outcome(NamedTuple):
     """Why a write was refused, None if it is stored; and the index of the next turn, if known."""
 
@@ -105,12 +67,60 @@ class Delivery:
     """Delivers the writes of one request, whose trajectories are locked."""
 
     def __init__(self, run_writer: RunWriter, client: redis.asyncio.Redis, slots: Slots) -> None:
-        self._run_writer = run_writer
+        self.run_writer = run_writer
         self._client = client
         self._slots = slots
         self._outcomes: dict[int, Outcome] = {}
         self._refused: dict[TrajectoryKey, TurnstreamError] = {}
         self._undecided: dict[TrajectoryKey, list[Write]] = {}
+
+    async def open_members(
+        self, openings: Iterable[Opening]
+    ) -> dict[GroupOpened, dict[TrajectoryKey, int] | TurnstreamError]:
+        """Open groups and their members, and return the lease epochs of the members by group.
+
+        A member that has ended, or belongs to another writer, has no epoch. A group that is not
+        admitted is a RejectedError with `retry_after_s`.
+        """
+        groups: dict[GroupOpened, dict[TrajectoryKey, None]] = {}
+        for group, members in openings:
+            groups.setdefault(group, {}).update(dict.fromkeys(members))
+        commands = [
+            OPEN_GROUP(
+                keys.run_keys(self.run_writer.run).of_open_group,
+                keys.encode_name(group.group_id),
+                group_size(group),
+                self.run_writer.writer,
+                encode_event(group),
+                *map(keys.trajectory_id, members),
+            )
+            for group, members in groups.items()
+        ]
+        replies = await run_commands_async(self._client, commands) if commands else []
+        opened: dict[GroupOpened, dict[TrajectoryKey, int] | TurnstreamError] = {}
+        for (group, members), reply in zip(groups.items(), replies, strict=True):
+            if isinstance(reply, RunNotFoundError):
+                raise reply
+            if isinstance(reply, TurnstreamError):
+                opened[group] = reply
+                continue
+            pairs = zip(members, reply, strict=True)
+            epochs = {key: epoch for key, epoch in pairs if isinstance(epoch, int)}
+            new = {key: epoch for key, epoch in epochs.items() if not self._slots[key].is_open}
+            for writer in self.run_writer.opened(group, new):
+                self._slots[writer.key].writer = writer
+            opened[group] = epochs
+        return opened
+
+    async def open_of_writer(self, members: Sequence[TrajectoryKey]) -> list[TrajectoryKey]:
+        """Return the trajectories that are open, and whose lease this writer has."""
+        if not members:
+            return []
+        ledger, ids = keys.run_keys(self.run_writer.run).ledger, map(keys.trajectory_id, members)
+        with translating():
+            entries: Any = await self._client.execute_command("HMGET", ledger, *ids)
+        found, writer = zip(members, entries, strict=True), self.run_writer.writer
+        return [key for key, entry in found if is_open_for((entry or b"").decode(), writer)]
 
     async def deliver(self, writes: Sequence[Write]) -> list[Outcome]:
         """Return the outcome of each write, once the store has acknowledged or refused it.
@@ -134,7 +144,7 @@ class Delivery:
                     assert write.group is not None
                     openings.append(Opening(write.group, [write.key]))
             seen.add(write.key)
-        opened = await open_members(self._client, self._run_writer, self._slots, openings)
+        opened = await self.open_members(openings)
         for group, (key,) in openings:
             if isinstance(error := opened[group], TurnstreamError):
                 self._refused[key] = error
@@ -210,7 +220,7 @@ class Delivery:
 
     async def _read(self, slot: Slot, write: Write) -> StoredTrajectory:
         """Return what the store has of a trajectory, which is adopted if it is open."""
-        run = self._run_writer.run
+        run = self.run_writer.run
         stored = await read_stored(self._client, run, slot.key)
         if slot.writer is not None and not self._is_current(slot.writer, stored):
             slot.drop()
@@ -225,14 +235,14 @@ class Delivery:
         """Whether a cached writer is up to date: no other gateway or writer has written since."""
         is_usable = writer.error is None and not writer.has_ended
         is_same = writer.num_turns == len(stored.turns)
-        return is_usable and is_same and is_open_for(stored.entry, self._run_writer.writer)
+        return is_usable and is_same and is_open_for(stored.entry, self.run_writer.writer)
 
     async def _adopted(self, key: TrajectoryKey) -> IngestWriter | None:
         """Return the writer of an open trajectory; None if it ended in between."""
         try:
-            return await self._run_writer.adopt_key(key)
+            return await self.run_writer.adopt_key(key)
         except ConflictError as error:
-            stored = await read_stored(self._client, self._run_writer.run, key)
+            stored = await read_stored(self._client, self.run_writer.run, key)
             if error.retry_after_s is not None or stored.is_open:
                 raise
             return None
@@ -253,7 +263,7 @@ class Delivery:
                 f"turn {write.first} of {write.key.readable_name} does not follow: the next turn "
                 f"is turn {num_turns}"
             )
-        declared = await self._run_writer.columns()
+        declared = await self.run_writer.columns()
         num_known = stored.check_same(write, declared)
         if writer is not None:
             if (receipt := await _sent(writer, write, num_known=num_known)) is not None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import redis.asyncio
@@ -34,8 +34,8 @@ from turnstream_server.gateway.rest.bodies import (
 )
 from turnstream_server.gateway.rest.caller import Caller, Produce, RunName
 from turnstream_server.gateway.rest.ingest import arrow_bodies, json_bodies, results
-from turnstream_server.gateway.rest.ingest.delivery import Delivery, Outcome, open_members
-from turnstream_server.gateway.rest.ingest.publishers import Publishers, RunWriter, Slots
+from turnstream_server.gateway.rest.ingest.delivery import Delivery, Outcome
+from turnstream_server.gateway.rest.ingest.publishers import Publishers
 from turnstream_server.gateway.rest.ingest.writes import Write
 from turnstream_server.gateway.rest.problems import Problem, named_reasons, problem_of, response
 from turnstream_server.gateway.state import Gateway
@@ -156,13 +156,15 @@ class IngestCall:
             known.check(found, self.caller.key.key_id, self._request.url.path, self._key)
         return parsed
 
-    def borrow(
-        self, keys: Iterable[TrajectoryKey]
-    ) -> AbstractAsyncContextManager[tuple[RunWriter, Slots]]:
-        """Return the writer of the request, with the locked places of some trajectories."""
+    @contextlib.asynccontextmanager
+    async def delivery(self, keys: Iterable[TrajectoryKey]) -> AsyncIterator[Delivery]:
+        """Yield the delivery of the request, whose trajectories are locked in the block."""
         publishers: Publishers = self._request.app.state.publishers
         owner, is_shared = self.caller.key.owner, self._is_shared
-        return publishers.borrow(self.run, self.writer_name, keys, owner=owner, is_shared=is_shared)
+        async with publishers.borrow(
+            self.run, self.writer_name, keys, owner=owner, is_shared=is_shared
+        ) as (run_writer, slots):
+            yield Delivery(run_writer, self.caller.client, slots)
 
 
 def _parsed(parse: Callable[[bytes], _Parsed], has_key: bool, body: bytes) -> tuple[_Parsed, bytes]:
@@ -197,8 +199,8 @@ async def post_groups(call: Call) -> Response:
     reasons. Opening a group again with the same content has the same result.
     """
     openings = await call.parsed(json=json_bodies.parse_groups, arrow=arrow_bodies.parse_groups)
-    async with call.borrow(key for each in openings for key in each.members) as (writer, slots):
-        opened = await open_members(call.caller.client, writer, slots, openings)
+    async with call.delivery(key for each in openings for key in each.members) as delivery:
+        opened = await delivery.open_members(openings)
     answered: list[Answered] = []
     for group, members in openings:
         name, found = {"group_id": group.group_id}, opened[group]
@@ -207,7 +209,7 @@ async def post_groups(call: Call) -> Response:
         else:
             samples = [key.sample for key in members if key in found]
             answered.append(Answered(name, {"open_samples": samples}))
-    return await respond(call.caller.client, writer.run, answered)
+    return await respond(call.caller.client, delivery.run_writer.run, answered)
 
 
 @router.post(
@@ -248,9 +250,10 @@ async def post_trajectories(call: Call) -> Response:
 
 
 async def _delivered(call: IngestCall, writes: Sequence[Write]) -> Response:
-    async with call.borrow(write.key for write in writes) as (run_writer, slots):
-        outcomes = await Delivery(run_writer, call.caller.client, slots).deliver(writes)
-        _observe(run_writer.run, writes, outcomes)
+    async with call.delivery(write.key for write in writes) as delivery:
+        outcomes = await delivery.deliver(writes)
+    run = delivery.run_writer.run
+    _observe(run, writes, outcomes)
     answered = [
         Answered(
             write.key._asdict() | ({} if next_turn is None else {"next_turn": next_turn}),
@@ -260,7 +263,7 @@ async def _delivered(call: IngestCall, writes: Sequence[Write]) -> Response:
         )
         for write, (error, next_turn) in zip(writes, outcomes, strict=True)
     ]
-    return await respond(call.caller.client, run_writer.run, answered)
+    return await respond(call.caller.client, run, answered)
 
 
 def _observe(run: str, writes: Sequence[Write], outcomes: Sequence[Outcome]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from typing import Any, Final, NamedTuple, TypeVar
 
 from fastapi import APIRouter, Request
@@ -20,8 +20,6 @@ from turnstream.errors import InvalidTurnError, NotReadyError
 from turnstream.generator.api.work import WorkQueue
 from turnstream.generator.encode.group_checks import checked_key, checked_name
 from turnstream.generator.transport.transport import BoundedCalls
-from turnstream.store.client import keys
-from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run_async
 from turnstream.store.run.configs import read_config_async
 from turnstream.store.run.tasks import OfferedTask, Prompt, add_prompts
@@ -34,12 +32,10 @@ from turnstream_server.gateway.rest.bodies import (
     parse_body,
     parsed_json,
 )
-from turnstream_server.gateway.rest.caller import Admin, Caller, RunName
+from turnstream_server.gateway.rest.caller import Admin, RunName
 from turnstream_server.gateway.rest.held import WaitSeconds, held_calls, while_connected
-from turnstream_server.gateway.rest.ingest.delivery import Delivery
 from turnstream_server.gateway.rest.ingest.results import UNSUPPORTED
 from turnstream_server.gateway.rest.ingest.routes import Call, IngestCall
-from turnstream_server.gateway.rest.ingest.stored import is_open_for
 from turnstream_server.gateway.rest.ingest.writes import Write, named_fields
 from turnstream_server.gateway.rest.problems import problem_of, response
 
@@ -269,13 +265,13 @@ async def post_task_end(call: Call, body: TaskEnd) -> Any:
     """
     named = {TrajectoryKey(body.group_id, each.sample, each.attempt) for each in body.trajectories}
     members = sorted(map(checked_key, named))
-    async with call.borrow(members) as (run_writer, slots):
-        open_ones = await _open_for(call.caller, run_writer.run, run_writer.writer, members)
+    async with call.delivery(members) as delivery:
+        open_ones = await delivery.open_of_writer(members)
         writes = [
             Write(item=item, key=key, abandon_reason=body.reason)
             for item, key in enumerate(open_ones)
         ]
-        outcomes = await Delivery(run_writer, call.caller.client, slots).deliver(writes)
+        outcomes = await delivery.deliver(writes)
     for outcome in outcomes:
         if outcome.error is not None:
             raise outcome.error
@@ -305,19 +301,6 @@ async def _ready(taking: Awaitable[_Taken]) -> _Taken | Response:
         return await taking
     except NotReadyError as error:
         return response(problem_of(error).model_copy(update={"retry_after_s": _RETRY_S}))
-
-
-async def _open_for(
-    caller: Caller, run: str, writer: str, members: Sequence[TrajectoryKey]
-) -> list[TrajectoryKey]:
-    """Return the trajectories that are open, and whose lease this writer has."""
-    if not members:
-        return []
-    ids = map(keys.trajectory_id, members)
-    with translating():
-        entries: Any = await caller.client.execute_command("HMGET", keys.run_keys(run).ledger, *ids)
-    found = zip(members, entries, strict=True)
-    return [key for key, entry in found if is_open_for((entry or b"").decode(), writer)]
 
 
 def _decoded(payload: str) -> bytes:
