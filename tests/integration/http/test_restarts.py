@@ -68,7 +68,7 @@ def check_whole(reader: RunReader, num_groups: int) -> None:
 
 
 @pytest.mark.parametrize("restarted", ["gateway", "store"])
-def test_restarts_behind_the_sdk_lose_nothing(
+def test_restarted_gateway_or_store_loses_nothing(
     own_gateway: GatewayThread, own_server: EmbeddedServer, own_run: str, restarted: str
 ) -> None:
     with turnstream.connect(own_gateway.base_url) as service:
@@ -125,7 +125,7 @@ def test_gateway_or_store_that_is_away_is_an_unavailable_store(
 ) -> None:
     with turnstream.connect(own_gateway.base_url) as service:
         run = service.run(own_run)
-        publisher = run.publisher("w", timeout_s=0.5)
+        publisher = run.publisher("w", timeout_s=2.0)
         open_ = publisher.trajectory("g", 0, num_samples=1)
         open_.append(ids("a"), ids("B")).result()
         own_gateway.stop()

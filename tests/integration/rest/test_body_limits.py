@@ -1,4 +1,4 @@
-"""Limits of bodies in both APIs: what is unpacked, what stops to arrive, and the shared memory."""
+"""Limits of bodies in both APIs: unpacked bytes, stalled uploads, and the shared memory."""
 
 from __future__ import annotations
 

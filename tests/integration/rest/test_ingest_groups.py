@@ -19,8 +19,8 @@ from turnstream.store.run.runs import close_run
 def small(
     gateway: GatewayThread, client: redis.Redis, new_run: Callable[..., str]
 ) -> Iterator[IngestClient]:
-    """A client of a run with capacity for two groups."""
-    run = new_run(client, batch_groups=2, max_staleness=0, max_planned_ahead=0)
+    """A client of a run with capacity for two groups, each of at most four samples."""
+    run = new_run(client, batch_groups=2, max_staleness=0, max_planned_ahead=0, max_samples=4)
     with IngestClient(gateway, run) as ingest:
         yield ingest
 
@@ -114,10 +114,13 @@ def test_admitted_groups_of_a_request_have_results(
 ) -> None:
     items = [{"group_id": f"g{number}", "num_samples": 1} for number in range(3)]
 
+    (large,) = results_of(small.post("groups", {"group_id": "large", "num_samples": 5}))
     before = small.results("groups", *items)
     RunReader(client, small.run).frees_capacity(stepped=1)
     after = small.results("groups", *items)
 
+    assert large["status"] == 422
+    assert "max_samples=4" in large["problem"]["detail"]
     assert [each["status"] for each in before] == [201, 201, 429]
     assert before[2]["problem"]["retry_after_s"] == 1.0
     assert [each["status"] for each in after] == [201, 201, 201]
@@ -132,16 +135,6 @@ def test_closed_run_takes_no_new_group(ingest: IngestClient, client: redis.Redis
 
     assert [each["status"] for each in results] == [201, 409]
     assert results[1]["problem"]["type"].endswith("/end-of-run")
-
-
-def test_group_that_is_too_large_is_422(
-    gateway: GatewayThread, client: redis.Redis, new_run: Callable[..., str]
-) -> None:
-    with IngestClient(gateway, new_run(client, max_samples=4)) as ingest:
-        (result,) = results_of(ingest.post("groups", {"group_id": "a", "num_samples": 5}))
-
-    assert result["status"] == 422
-    assert "max_samples=4" in result["problem"]["detail"]
 
 
 @pytest.mark.parametrize(("attempt", "most"), [(999, 3), (2, 1)])

@@ -74,7 +74,7 @@ def test_requests_wait_for_both_limits_of_their_key():
 
     meter = Meter(KeyLimits(bytes_per_s=100.0), now_s=0.0)
     assert meter.admit(0, now_s=0.0) == 0.0
-    meter.add_bytes(500)  # of unknown length
+    meter.add_bytes(500)  # its length was not known
     assert meter.admit(0, now_s=0.0) == 3.0
 
 

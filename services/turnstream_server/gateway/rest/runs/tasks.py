@@ -117,24 +117,11 @@ class Member(Body):
     attempt: StrictInt = Field(0, ge=0, examples=[0])
 
 
-class Task(BaseModel):
-    """A prompt to sample, or one sample of it to try again. Its trajectories are open."""
-
+class _Offer(BaseModel):
     group_id: str = Field(examples=["task-7#1"])
     prompt_uid: str = Field(examples=["task-7"])
-    text: str | None = Field(
-        description="The input of the prompt; null if it is no UTF-8.",
-        examples=["What is 6 times 7?"],
-    )
-    payload: str = Field(
-        description="The same bytes in base64.", examples=["V2hhdCBpcyA2IHRpbWVzIDc/"]
-    )
     num_samples: int = Field(examples=[2])
     num_needed: int = Field(description="Members that complete the group.", examples=[2])
-    trajectories: list[Member] = Field(
-        description="All samples of a new group, one of a refill.",
-        examples=[[{"sample": 0, "attempt": 0}, {"sample": 1, "attempt": 0}]],
-    )
     writer: str = Field(
         description="Writer of the request. Turns need the same X-Turnstream-Writer.",
         examples=["generator-7"],
@@ -143,6 +130,22 @@ class Task(BaseModel):
         description="Seconds within which a trajectory needs its first turn, or a renewal: an item "
         "of `/turns` with its name alone.",
         examples=[60.0],
+    )
+
+
+class Task(_Offer):
+    """A prompt to sample, or one sample of it to try again. Its trajectories are open."""
+
+    text: str | None = Field(
+        description="The input of the prompt; null if it is no UTF-8.",
+        examples=["What is 6 times 7?"],
+    )
+    payload: str = Field(
+        description="The same bytes in base64.", examples=["V2hhdCBpcyA2IHRpbWVzIDc/"]
+    )
+    trajectories: list[Member] = Field(
+        description="All samples of a new group, one of a refill.",
+        examples=[[{"sample": 0, "attempt": 0}, {"sample": 1, "attempt": 0}]],
     )
 
     @classmethod
@@ -163,17 +166,11 @@ class Task(BaseModel):
         )
 
 
-class Refill(BaseModel):
+class Refill(_Offer):
     """A sample to try again. Its trajectory is open."""
 
-    group_id: str = Field(examples=["task-7#1"])
     sample: int = Field(examples=[1])
     attempt: int = Field(examples=[1])
-    prompt_uid: str
-    num_samples: int
-    num_needed: int
-    writer: str = Field(examples=["generator-7"])
-    lease_s: float = Field(examples=[60.0])
 
 
 class TaskEnd(Body):
