@@ -98,7 +98,7 @@ def test_adapters_are_named_by_version_and_the_oldest_unloaded(
     }
 
 
-def test_repeated_load_of_an_adapter_succeeds_and_sends_the_key(
+def test_adapter_loads_again_and_after_another_trainer_unloads(
     either: tuple[str, Double, str], tmp_path: Path
 ) -> None:
     kind, double, url = either
@@ -109,17 +109,9 @@ def test_repeated_load_of_an_adapter_succeeds_and_sends_the_key(
 
     assert double.adapters == {"demo-v7": str(folder)}
     assert double.authorization == "Bearer secret"
-
-
-def test_adapter_that_another_trainer_unloads_is_no_error(
-    either: tuple[str, Double, str], tmp_path: Path
-) -> None:
-    kind, double, url = either
     double.adapters = {"demo-v1": "/folder"}
     double.faults[LOAD_ADAPTER[kind].replace("load", "unload")] = [404]
-
-    client(kind, url).load(7, adapter_folder(tmp_path, 7))
-
+    client(kind, url).load(7, folder)
     assert "demo-v7" in double.adapters
 
 
@@ -170,7 +162,7 @@ def test_body_that_no_server_sends_is_refused(
         client(kind, url).load(7, folder(tmp_path, 7))
 
 
-def test_vllm_after_a_failed_reload_samples_without_a_version(
+def test_vllm_after_a_failed_call_has_no_version_and_names_its_setting(
     vllm: tuple[VllmDouble, str], tmp_path: Path
 ) -> None:
     double, url = vllm
@@ -184,32 +176,13 @@ def test_vllm_after_a_failed_reload_samples_without_a_version(
         client("vllm", url).load(7, model_folder(tmp_path, 7))
     assert double.weight_version == "unknown"
 
-
-@pytest.mark.parametrize(
-    ("path", "setting"),
-    [("/pause", "VLLM_SERVER_DEV_MODE=1"), ("/v1/load_lora_adapter", "VLLM_ALLOW_RUNTIME_LORA")],
-)
-def test_missing_path_names_the_setting_of_vllm(
-    vllm: tuple[VllmDouble, str], tmp_path: Path, path: str, setting: str
-) -> None:
-    double, url = vllm
-    double.faults[path] = [404]
-    folder = model_folder(tmp_path, 7) if path == "/pause" else adapter_folder(tmp_path, 7)
-
-    with pytest.raises(RejectedError, match=setting):
-        client("vllm", url).load(7, folder)
-
-
-def test_push_returns_once_every_server_has_the_version(
-    vllm: tuple[VllmDouble, str], sglang: tuple[SglangDouble, str], tmp_path: Path
-) -> None:
-    pushes = Pushes([client("vllm", vllm[1]), client("sglang", sglang[1])])
-
-    pushes.push(0, model_folder(tmp_path, 0), timeout_s=60.0)
-
-    assert (vllm[0].weight_version, sglang[0].weight_version) == ("0", "0")
-    assert pushes.statistics() == {"num_servers_behind": 0, "num_failed_pushes": 0}
-    pushes.close()
+    for path, folder, setting in (
+        ("/pause", model_folder(tmp_path, 8), "VLLM_SERVER_DEV_MODE=1"),
+        ("/v1/load_lora_adapter", adapter_folder(tmp_path, 9), "VLLM_ALLOW_RUNTIME_LORA"),
+    ):
+        double.faults[path] = [404]
+        with pytest.raises(RejectedError, match=setting):
+            client("vllm", url).load(7, folder)
 
 
 def test_busy_server_is_asked_again_until_it_loads(
