@@ -50,10 +50,6 @@ def test_checkpoint_without_a_critic_is_refused_by_a_trainer_with_one(tmp_path: 
         checkpoints.restore(saved, make_engine(critic=make_critic()))
 
 
-def test_there_is_no_checkpoint_before_the_first(tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path / "none").newest() is None
-
-
 @pytest.mark.parametrize("last_call", ["torch.save", "os.fsync", "pathlib.Path.rename"])
 def test_half_written_checkpoint_is_ignored_and_removed_by_the_next_start(
     tmp_path: Path,
@@ -80,23 +76,6 @@ def test_half_written_checkpoint_is_ignored_and_removed_by_the_next_start(
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_newest_checkpoint_has_the_highest_step_and_old_ones_are_removable(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    engine = make_engine()
-    for step in (9, 10, 100):
-        checkpoints.save(engine, _token(step))
-
-    before = sorted(path.name for path in tmp_path.iterdir())
-    checkpoints.prune()
-
-    newest = checkpoints.newest()
-    assert len(before) == 3
-    assert newest is not None
-    assert newest.token.step == 100
-    kept = sorted(path.name for path in tmp_path.iterdir())
-    assert kept == ["step-00000010", "step-00000100"]
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "checkpoint.json"])
 @pytest.mark.parametrize("is_empty", [False, True])
 def test_partial_copy_is_ignored_and_logged(
@@ -116,18 +95,23 @@ def test_partial_copy_is_ignored_and_logged(
     assert f"ignored {partial}, which is partial" in caplog.text
 
 
-def test_partial_checkpoint_does_not_count_among_the_kept_ones(tmp_path: Path) -> None:
+def test_newest_complete_checkpoints_are_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=3)
+    assert checkpoints.newest() is None
     engine = make_engine()
-    for step in range(1, 7):
+    for step in (7, 8, 9, 10, 11, 100):
         checkpoints.save(engine, _token(step))
-    for step in (1, 5):
+    for step in (7, 11):
         (tmp_path / f"step-{step:08d}" / "state.pt").unlink()
+    before = len([*tmp_path.iterdir()])
 
     checkpoints.prune()
 
-    kept = sorted(int(path.name[-1]) for path in tmp_path.iterdir())
-    assert kept == [3, 4, 5, 6]
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert newest.token.step == 100
+    kept = sorted(int(path.name.removeprefix("step-")) for path in tmp_path.iterdir())
+    assert (before, kept) == (6, [9, 10, 11, 100])
 
 
 def test_fsdp2_is_refused_for_one_rank_and_over_a_whole_checkpoint(tmp_path: Path) -> None:

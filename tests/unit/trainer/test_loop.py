@@ -98,10 +98,18 @@ def _train(
 
 
 def test_a_step_is_acknowledged_then_published_and_every_second_one_saved(tmp_path: Path) -> None:
-    stream = StreamInMemory(last_step=3)
+    stream, saved = StreamInMemory(last_step=3), list[int]()
 
+    def check(token: RecoveryToken) -> None:
+        newest = Checkpoints(tmp_path / "checkpoints").newest()
+        assert newest is not None
+        assert newest.token == token  # it is on disk before it is committed
+        saved.append(token.step)
+
+    stream.on_committed = check
     calls = _train(stream, tmp_path)
 
+    assert saved == [2, 3]
     assert calls == [
         "version 0 after 0",
         *("yield 1.0", "yield 1.1", "stepped 1", "version 1 after 1"),
@@ -109,6 +117,15 @@ def test_a_step_is_acknowledged_then_published_and_every_second_one_saved(tmp_pa
         *("yield 3.0", "yield 3.1", "stepped 3", "version 3 after 3"),
         "committed 3",  # the end of the run
     ]
+    lines = read_steps(tmp_path / "metrics.jsonl")
+    assert [(line["step"], line["version"]) for line in lines] == [(1, 1), (2, 2), (3, 3)]
+    first = lines[0]
+    assert first["num_trajectories"] == first["num_rows"] == 8
+    assert first["num_trained_tokens"] == 2 * 9
+    assert first["num_tokens"] == 2 * (7 + 2 + 6 + 5)
+    assert (first["reward_mean"], first["num_updates"]) == (1.0, 2)
+    assert undeclared(first) == []
+    assert {metric.name for metric in METRICS if not metric.is_optional} <= first.keys()
 
 
 def test_trainer_stops_above_its_share_of_masked_tokens(tmp_path: Path) -> None:
@@ -128,22 +145,6 @@ def test_trainer_stops_above_its_share_of_masked_tokens(tmp_path: Path) -> None:
     assert not [each for each in stream.calls if each.startswith("committed")]
 
 
-def test_a_checkpoint_is_on_disk_before_it_is_committed(tmp_path: Path) -> None:
-    stream = StreamInMemory(last_step=4)
-    found: list[int] = []
-
-    def check(token: RecoveryToken) -> None:
-        newest = Checkpoints(tmp_path / "checkpoints").newest()
-        assert newest is not None
-        assert newest.token == token
-        found.append(token.step)
-
-    stream.on_committed = check
-    _train(stream, tmp_path)
-
-    assert found == [2, 4]
-
-
 def test_the_last_three_versions_stay_after_those_of_a_dead_trainer(tmp_path: Path) -> None:
     # Versions 3 to 5 were made after step 2 by a trainer that died: their names stay taken.
     engine = make_engine()
@@ -157,23 +158,6 @@ def test_the_last_three_versions_stay_after_those_of_a_dead_trainer(tmp_path: Pa
     published = load_policy(tmp_path / "weights" / "v11")
     for mine, theirs in zip(engine.model.parameters(), published.parameters(), strict=True):
         assert mine.equal(theirs)
-
-
-def test_every_step_is_a_line_of_metrics_with_its_mini_batches(tmp_path: Path) -> None:
-    stream = StreamInMemory(last_step=2)
-
-    _train(stream, tmp_path)
-
-    lines = read_steps(tmp_path / "metrics.jsonl")
-    assert [(line["step"], line["version"]) for line in lines] == [(1, 1), (2, 2)]
-    first = lines[0]
-    assert first["num_trajectories"] == first["num_rows"] == 8
-    assert first["num_trained_tokens"] == 2 * 9
-    assert first["num_tokens"] == 2 * (7 + 2 + 6 + 5)
-    assert first["reward_mean"] == 1.0
-    assert first["num_updates"] == 2
-    assert undeclared(first) == []
-    assert {metric.name for metric in METRICS if not metric.is_optional} <= first.keys()
 
 
 def test_skipped_updates_are_counted_with_their_reasons(tmp_path: Path) -> None:

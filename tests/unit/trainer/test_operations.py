@@ -216,14 +216,12 @@ def test_step_after_operations_changes_weights_and_ends_the_sum() -> None:
     assert engine.num_updates == 2
 
 
-def test_rows_of_trajectories_are_refused_as_operations() -> None:
+def test_rows_and_losses_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(BatchingError, match="not those of operations"):
         make_engine().forward_backward_operations(
             make_mini_batch(), loss=OperationLoss(name="cross_entropy")
         )
 
-
-def test_loss_that_reads_a_missing_column_is_refused_by_its_name() -> None:
     rows = operation_rows([make_operation("ppo")], first_row_id=0)
     assert rows.operations is not None
     without = replace(rows, operations=replace(rows.operations, ratio_mask=None))
