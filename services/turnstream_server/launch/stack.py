@@ -22,7 +22,7 @@ from turnstream.errors import TurnstreamError
 
 _LOG_LINES_IN_ERRORS = 20
 _POLL_S = 0.05
-_READY_S = 60.0
+_READY_S = 120.0
 _STOP_S = 8.0
 _GRACE_S = 5.0
 
@@ -59,7 +59,7 @@ class Service:
     """One process of a job.
 
     Attributes:
-        address: "host:port" of a batcher that answers; empty for other services.
+        address: that of a batcher or gateway that answers; empty for other services.
     """
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
@@ -139,9 +139,13 @@ class Stack:
 
     def start_batcher(self, name: str = "batcher", *, listen: str = "127.0.0.1:0") -> Service:
         """Start a batcher, and return when it answers."""
+        return self.start_listening("batcher", name, listen=listen)
+
+    def start_listening(self, kind: str, name: str, **options: object) -> Service:
+        """Start a service that writes its address to a file, and return once it has."""
         address_file = self.folder / f"{name}.address"
         address_file.unlink(missing_ok=True)
-        service = self.start("batcher", name, listen=listen, address_file=address_file)
+        service = self.start(kind, name, address_file=address_file, **options)
         service.address = self.wait_for_file(address_file, of=service, timeout_s=_READY_S)
         return service
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from turnstream.errors import InvalidConfigError
 from turnstream.store.client.connection import connect
-from turnstream_server.launch.stack import Service, Stack
+from turnstream_server.launch.stack import Stack
 from turnstream_server.ledger.core.stores import open_store
 from turnstream_server.operations.bases import read_bases
 from turnstream_server.settings import Settings, mask_password
@@ -90,35 +90,29 @@ def _require_free(port: int, *, host: str, option: str) -> None:
 
 
 def start_gateway(stack: Stack, *, folder: Path, listen: str) -> str:
-    """Start a gateway on the store of the stack, and return its URL.
-
-    Args:
-        stack: receives the process.
-        folder: `models` in it has the checkpoints of hosted models.
-        listen: "host:port"; port 0 takes a free one.
-    """
-    address_file = folder / "gateway.address"
-    address_file.unlink(missing_ok=True)
-    gateway = stack.start(
-        "gateway", "gateway", folder=folder / _MODELS, listen=listen, address_file=address_file
-    )
-    address = stack.wait_for_file(address_file, of=gateway, timeout_s=_READY_S)
+    """Start a gateway for the hosted models in a folder, and return its URL."""
+    folder /= _MODELS
+    address = stack.start_listening("gateway", "gateway", folder=folder, listen=listen).address
     return address if "://" in address else f"http://{address}"
 
 
 def host_models(stack: Stack, *, base_models: Sequence[str], folder: Path, store_url: str) -> None:
     """Start engine and sampler, and wait until all base models are served.
 
-    Args:
-        stack: it has a batcher already.
-        base_models: `NAME=PATH` or `PATH`, as for `serve engine`.
-        folder: `models` in it receives checkpoints.
-        store_url: the store of the stack.
+    `base_models` are those of `serve engine`. The stack has a batcher already.
     """
     models = [f"--base-model={each}" for each in base_models]
-    engine = stack.start("engine", "engine", *models, folder=folder / _MODELS)
-    sampler = stack.start("sampler", "sampler", *models, folder=folder / _MODELS)
-    _wait_until_served(stack, engine, sampler, num_bases=len(base_models), store_url=store_url)
+    started = [
+        stack.start(kind, kind, *models, folder=folder / _MODELS) for kind in ("engine", "sampler")
+    ]
+    with connect(store_url) as client:
+        for _ in stack.watch(timeout_s=_READY_S, every_s=0.2):
+            if len(read_bases(client)) >= len(base_models):
+                return
+            for service in started:
+                if service.status is not None:
+                    raise service.failure(f"{service.name} ended before it was ready")
+    raise started[0].failure(f"no base model is served after {_READY_S:.0f} s")
 
 
 def exports(url: str, *, key_file: Path | None = None) -> list[str]:
@@ -133,16 +127,3 @@ def exports(url: str, *, key_file: Path | None = None) -> list[str]:
     """
     key = API_KEY if key_file is None else f'"$(cat {shlex.quote(str(key_file))})"'
     return [f"export TINKER_BASE_URL={url}", f"export TINKER_API_KEY={key}"]
-
-
-def _wait_until_served(
-    stack: Stack, engine: Service, sampler: Service, *, num_bases: int, store_url: str
-) -> None:
-    with connect(store_url) as client:
-        for _ in stack.watch(timeout_s=_READY_S, every_s=0.2):
-            if len(read_bases(client)) >= num_bases:
-                return
-            for service in (engine, sampler):
-                if service.status is not None:
-                    raise service.failure(f"{service.name} ended before it was ready")
-    raise engine.failure(f"no base model is served after {_READY_S:.0f} s")

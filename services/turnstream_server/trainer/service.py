@@ -13,14 +13,14 @@ import torch
 from turnstream.errors import InvalidConfigError
 from turnstream.store.run.batchers import registered_batchers
 from turnstream.worker import BatchStream
-from turnstream.worker.launch import Launch, find_launch
+from turnstream.worker.launch import find_launch
 from turnstream.worker.steps import Batches
 from turnstream_server.telemetry.readiness import Readiness
 from turnstream_server.trainer.building import build_engine
 from turnstream_server.trainer.checkpoint import Checkpoint, Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.loop import Trainer
-from turnstream_server.trainer.ranks import Ranks, join_ranks
+from turnstream_server.trainer.ranks import join_ranks
 from turnstream_server.trainer.settings import Parallel
 from turnstream_server.trainer.weights_server import WeightsAccess
 
@@ -63,53 +63,43 @@ def train(
     """
     launch = find_launch()
     with join_ranks(launch, timeout_s=config.timeout_s + config.push_timeout_s) as ranks:
-        _train(config, launch, ranks, readiness, weights_access)
-
-
-def _train(
-    config: TrainerConfig,
-    launch: Launch,
-    ranks: Ranks,
-    readiness: Readiness | None,
-    weights_access: WeightsAccess | None,
-) -> None:
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    torch.manual_seed(config.seed)
-    folder, keep = config.folder / "checkpoints", config.keep_checkpoints
-    checkpoints = Checkpoints(folder, keep=keep, ranks=ranks)
-    checkpoint = checkpoints.newest()
-    engine = build_engine(config, checkpoint=_weights_folder(checkpoint, config), ranks=ranks)
-    token, from_step = None, 0
-    if checkpoint is not None:
-        checkpoints.restore(checkpoint, engine)
-        token, from_step = checkpoint.token, checkpoint.token.step
-    if readiness is not None:
-        readiness.reached("engine")
-    critic = "" if config.critic is None else f" --critic {config.critic_config}"
-    logger.info(
-        "trainer starts after step %d as rank %d of %d on %s: %s%s",
-        *(from_step, ranks.rank, ranks.world_size, ranks.device, config.objective, critic),
-    )
-    stream = BatchStream(
-        config.batcher_target or registered_batchers(config.redis_url),
-        config.run,
-        launch.dp_rank,
-        launch.dp_world_size,
-        token,
-        session=launch.session or None,
-        timeout_s=config.timeout_s,
-    )
-    with Batches(stream) as batches:
-        trainer = Trainer(
-            engine,
-            batches,
-            config=config,
-            checkpoints=checkpoints,
-            ranks=ranks,
-            weights_access=weights_access,
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        torch.manual_seed(config.seed)
+        folder, keep = config.folder / "checkpoints", config.keep_checkpoints
+        checkpoints = Checkpoints(folder, keep=keep, ranks=ranks)
+        checkpoint = checkpoints.newest()
+        engine = build_engine(config, checkpoint=_weights_folder(checkpoint, config), ranks=ranks)
+        token, from_step = None, 0
+        if checkpoint is not None:
+            checkpoints.restore(checkpoint, engine)
+            token, from_step = checkpoint.token, checkpoint.token.step
+        if readiness is not None:
+            readiness.reached("engine")
+        critic = "" if config.critic is None else f" --critic {config.critic_config}"
+        logger.info(
+            "trainer starts after step %d as rank %d of %d on %s: %s%s",
+            *(from_step, ranks.rank, ranks.world_size, ranks.device, config.objective, critic),
         )
-        trainer.train(from_step=from_step)
+        stream = BatchStream(
+            config.batcher_target or registered_batchers(config.redis_url),
+            config.run,
+            launch.dp_rank,
+            launch.dp_world_size,
+            token,
+            session=launch.session or None,
+            timeout_s=config.timeout_s,
+        )
+        with Batches(stream) as batches:
+            trainer = Trainer(
+                engine,
+                batches,
+                config=config,
+                checkpoints=checkpoints,
+                ranks=ranks,
+                weights_access=weights_access,
+            )
+            trainer.train(from_step=from_step)
 
 
 def _weights_folder(checkpoint: Checkpoint | None, config: TrainerConfig) -> Path | None:

@@ -62,10 +62,8 @@ def output_of(process: subprocess.Popen[str]) -> str:
 def services(tmp_path: Path) -> Iterator[Services]:
     with EmbeddedServer() as store, Stack(tmp_path, store_url=store.url) as stack:
         stack.start_batcher()
-        file = tmp_path / "gateway.address"
-        gateway = stack.start("gateway", "gateway", listen="127.0.0.1:0", address_file=file)
-        address = stack.wait_for_file(file, of=gateway, timeout_s=60)
-        yield Services(store.url, f"http://{address}")
+        gateway = stack.start_listening("gateway", "gateway", listen="127.0.0.1:0")
+        yield Services(store.url, f"http://{gateway.address}")
 
 
 @pytest.mark.parametrize("over_http", [False, pytest.param(True, marks=pytest.mark.campaign)])

@@ -30,7 +30,7 @@ from turnstream.batching.scoring.token_advantages import (
 from turnstream.types import Ragged, Rows
 from turnstream.worker import PulledMiniBatch
 from turnstream_server.trainer.critic.config import GaeSettings
-from turnstream_server.trainer.critic.critic import Critic, Targets, with_targets
+from turnstream_server.trainer.critic.critic import Critic, with_targets
 from turnstream_server.trainer.ranks import Ranks
 
 Scored = tuple[PulledMiniBatch, list[Tensor] | None]
@@ -88,8 +88,8 @@ def with_advantages(
     for mini_batch, old in of_step:
         estimate = ready[mini_batch.info.mini_batch]
         rows = dataclasses.replace(estimate.rows, advantages=estimate.advantages)
-        targets = Targets(values=estimate.values, returns=estimate.returns)
-        yield with_targets(dataclasses.replace(mini_batch, rows=rows), targets), old
+        ready_batch = dataclasses.replace(mini_batch, rows=rows)
+        yield with_targets(ready_batch, values=estimate.values, returns=estimate.returns), old
 
 
 def _estimate(

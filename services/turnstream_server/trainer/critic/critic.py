@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -30,19 +29,6 @@ logger = logging.getLogger(__name__)
 _VALUE: Final = "critic.value"
 _RETURN: Final = "critic.return"
 """Columns of rows with targets: values at the start of the step, and returns."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Targets:
-    """Numbers of the response tokens of rows that stay fixed during a step; 0 if untrained.
-
-    Attributes:
-        values: under the critic at the start of the step.
-        returns: which the critic learns, in units of reward.
-    """
-
-    values: Ragged[Any]
-    returns: Ragged[Any]
 
 
 class Critic:
@@ -167,9 +153,14 @@ class Critic:
         return [*mini_batch.to_torch(self.model.device).micro_batches()]
 
 
-def with_targets(mini_batch: PulledMiniBatch, targets: Targets) -> PulledMiniBatch:
-    """Return the mini-batch with the numbers that `Critic.update` reads."""
-    columns = {_VALUE: targets.values, _RETURN: targets.returns}
+def with_targets(
+    mini_batch: PulledMiniBatch, *, values: Ragged[Any], returns: Ragged[Any]
+) -> PulledMiniBatch:
+    """Return the mini-batch with the numbers that `Critic.update` reads, 0 if untrained.
+
+    `values` are under the critic at the start of the step, `returns` what it learns.
+    """
+    columns = {_VALUE: values, _RETURN: returns}
     extras = {
         **mini_batch.rows.extras,
         **{name: ExtraColumn(per="response_token", values=v) for name, v in columns.items()},

@@ -15,7 +15,7 @@ from testkit.training import make_critic, make_value_model, pulled, row_values
 from turnstream.errors import InvalidConfigError
 from turnstream.types import Ragged, Rows
 from turnstream.worker import PulledMiniBatch
-from turnstream_server.trainer.critic.critic import Targets, with_targets
+from turnstream_server.trainer.critic.critic import with_targets
 from turnstream_server.trainer.settings import Layout
 
 TEXTS = ("abCDefG", "xY", "hijKLMnopqR", "a|b", "pqRsT", "uvwxyzABC")
@@ -58,7 +58,7 @@ def test_rows_of_inert_ones_alone_change_no_weight() -> None:
     before = [each.detach().clone() for each in model.parameters()]
 
     found = make_critic(model).update(
-        with_targets(pulled(rows, denominators=denominators), _targets(rows))
+        with_targets(pulled(rows, denominators=denominators), **_targets(rows))
     )
 
     assert (found["value_loss"], found["critic_gradient_norm"]) == (0.0, 0.0)
@@ -68,11 +68,11 @@ def test_rows_of_inert_ones_alone_change_no_weight() -> None:
 def test_update_with_an_infinite_gradient_is_skipped_and_counted() -> None:
     mini_batch = _mini_batch()
     targets = _targets(mini_batch.rows)
-    targets.returns.values[:] = np.inf
+    targets["returns"].values[:] = np.inf
     model = make_value_model()
     before = [each.detach().clone() for each in model.parameters()]
 
-    found = make_critic(model).update(with_targets(mini_batch, targets))
+    found = make_critic(model).update(with_targets(mini_batch, **targets))
 
     assert found["total_skipped_critic_updates"] == 1
     assert all(map(torch.equal, before, model.parameters()))
@@ -90,17 +90,17 @@ def test_checkpoint_of_another_critic_is_refused() -> None:
 def _mini_batch(**info: Any) -> PulledMiniBatch:
     """Ragged rows with an inert one, and with targets far from their values."""
     rows = testkit.rows(*TEXTS, is_padding=INERT)
-    return with_targets(pulled(rows, **info), _targets(rows))
+    return with_targets(pulled(rows, **info), **_targets(rows))
 
 
-def _targets(rows: Rows) -> Targets:
+def _targets(rows: Rows) -> dict[str, Ragged[Any]]:
     rng = np.random.default_rng(3)
     mask = rows.loss_mask.values
     values, returns = (
         Ragged(np.where(mask, rng.normal(0, 0.7, len(mask)), 0).astype(np.float32), o)
         for o in (rows.loss_mask.offsets, rows.loss_mask.offsets)
     )
-    return Targets(values=values, returns=returns)
+    return {"values": values, "returns": returns}
 
 
 def _reference(
@@ -113,7 +113,7 @@ def _reference(
     num_clipped = 0
     for row, values_R in enumerate(row_values(model, mini_batch.rows)):
         for token in np.flatnonzero(mini_batch.rows.loss_mask[row]).tolist():
-            old, target = float(targets.values[row][token]), float(targets.returns[row][token])
+            old, target = (float(targets[name][row][token]) for name in ("values", "returns"))
             loss = (values_R[token] - target) ** 2
             if clip is not None:
                 num_clipped += abs(values_R[token].item() - old) > clip
