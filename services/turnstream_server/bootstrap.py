@@ -47,14 +47,10 @@ _Result = TypeVar("_Result")
 
 
 def store_url(settings: Settings, given: str = "") -> str:
-    """Return the address of a store that runs already.
+    """Return the address of a store that runs already; InvalidConfigError for another address.
 
-    Args:
-        settings: name a store if `given` is empty.
-        given: the option `--redis`; without both it is the default of `turnstream up`.
-
-    Raises:
-        InvalidConfigError: the address is none of a store.
+    `given` is the option `--redis`, and replaces the settings. The default is that of
+    `turnstream up`.
     """
     url, field = _given_url(settings, given)
     url = checked_store_url(url, field=field)
@@ -168,10 +164,8 @@ def start_trainer(
 ) -> None:
     """Train until the run ends, or SIGTERM or SIGINT comes.
 
-    Args:
-        settings: those of the environment.
-        config: an empty `batcher_target` stands for the batchers that are registered in the store.
-        new_run: settings of the run, which is created if it does not exist; None waits for it.
+    An empty `batcher_target` stands for the batchers that are registered in the store. `new_run`
+    has the settings of a run to create if it does not exist; None waits for it.
     """
     from turnstream_server.trainer.reporting.sinks import require_packages
 

@@ -42,15 +42,8 @@ def serve_metrics(
 ) -> HttpServer:
     """Serve metrics and health until the server is closed.
 
-    Args:
-        host: address, with or without brackets.
-        port: 0 takes a free one.
-        readiness: state of the dependencies.
-        read_key: returns the key that /metrics needs; None if it needs none.
-        tls: certificate and key; None serves without TLS.
-
-    Raises:
-        InvalidConfigError: the address cannot be used.
+    `read_key` returns the key that /metrics needs; None if it needs none. The other arguments and
+    the errors are those of `HttpServer`.
     """
     app = _metrics_app(readiness, read_key)
     server = HttpServer(app, host, port, option=OPTION, tls=tls, is_brief=True)

@@ -46,9 +46,7 @@ async def background(work: Coroutine[Any, Any, None], *, name: str) -> AsyncIter
 async def repeat(work: Callable[[], Awaitable[object]], *, what: str) -> None:
     """Call `work` again and again until cancelled, with pauses after errors.
 
-    Args:
-        work: waits for something, and handles it.
-        what: sentence of the log that names the failure.
+    `what` is the sentence of the log that names the failure.
     """
     failures = _Failures(what)
     while True:

@@ -24,8 +24,7 @@ class Tls(NamedTuple):
 def read_tls(cert: Path | None, key: Path | None) -> Tls | None:
     """Return the files of a service with TLS; None without TLS.
 
-    Raises:
-        InvalidConfigError: one of the two is missing or cannot be read, or they do not fit.
+    InvalidConfigError if one of the two is missing or cannot be read, or they do not fit.
     """
     if cert is None and key is None:
         return None

@@ -35,8 +35,7 @@ _SHOWN_NUMBERS: Final = {"mean reward", "padding share", "merge ratio", "policy 
 def read_status(url: str, run: str | None) -> list[dict[str, Any]]:
     """Return the status of one run, or of all runs of the store for None.
 
-    Raises:
-        UnknownFormatError: other releases wrote all of them.
+    UnknownFormatError if other releases wrote all of them.
     """
     with store_client(url) as client:
         if run is not None:

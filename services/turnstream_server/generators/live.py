@@ -218,13 +218,7 @@ class NewestPolicy:
     model: PreTrainedModel
 
     def __init__(self, calls: Calls, run: RunId, *, cache: Path) -> None:
-        """Create a policy without weights.
-
-        Args:
-            calls: the calls to the store, or to a gateway.
-            run: id of the run.
-            cache: folder of this process for weights that come over HTTP.
-        """
+        """Create a policy without weights; `cache` receives those that come over HTTP."""
         self.version = -1
         self._calls = calls
         self._run = run

@@ -118,9 +118,7 @@ def host_models(stack: Stack, *, base_models: Sequence[str], folder: Path, store
 def exports(url: str, *, key_file: Path | None = None) -> list[str]:
     """Return the lines that point the tinker SDK to a gateway.
 
-    Args:
-        url: address of the gateway.
-        key_file: file with an API key; None for a gateway that needs none.
+    `key_file` has an API key; None for a gateway that needs none.
 
     >>> exports("http://127.0.0.1:7601")[0]
     'export TINKER_BASE_URL=http://127.0.0.1:7601'

@@ -19,12 +19,7 @@ _ANSWER_S: Final = 2.0
 
 
 def store_check(url: str, *, durability: str) -> Check:
-    """Return a check that the store answers, and keeps what it acknowledges.
-
-    Args:
-        url: its address, or that of a gateway.
-        durability: "everysec" or "fsync", which the store must have.
-    """
+    """Return a check that a store, or a gateway, answers and has this durability."""
     syncs = SYNCS_OF[durability]
 
     def check() -> str:

@@ -144,7 +144,6 @@ class Checkpoints:
         self._ranks.barrier()
 
     def _newest_first(self) -> Iterator[Checkpoint]:
-        """Yield the complete checkpoints; log the partial ones."""
         for folder in sorted(self._folder.glob(f"{_PREFIX}*"), reverse=True):
             try:
                 yield _read(folder)
@@ -168,7 +167,6 @@ def publish_weights(folder: Path, write: WriteWeights, *, version: int) -> str:
 def _write(
     folder: Path, engine: Engine, token: RecoveryToken, random_states: list[dict[str, Any]]
 ) -> None:
-    """Write the files of the first rank; the shards of all ranks are in the folder."""
     if not engine.is_sharded:
         engine.gather_weights()(folder)
     torch.save({"engine": engine.state_dict(), "random": random_states}, folder / _STATE)
@@ -214,11 +212,7 @@ def _write_shards(folder: Path, optimizers: Mapping[str, Optimizer]) -> None:
 
 
 def _read_shards(folder: Path, optimizers: Mapping[str, Optimizer]) -> None:
-    """Restore weights and moments from shards of any number of ranks; all ranks call it.
-
-    Raises:
-        InvalidConfigError: the shards are those of other models.
-    """
+    """Restore weights and moments from shards of any number of ranks; all ranks call it."""
     stored = FileSystemReader(folder).read_metadata().state_dict_metadata
     _require_equal(folder, optimizers, stored)
     shards = {

@@ -50,13 +50,10 @@ class InferenceServer(ABC):
         """Only `load` connects.
 
         Args:
-            url: the server, for example http://10.0.0.7:8000.
+            url: the server, for example http://10.0.0.7:8000; InvalidConfigError for no address.
             adapter: name of the adapters before `-v<N>`: the run.
             api_key: sent as bearer token, if it is not empty.
             timeout_s: longest time of one call; loading a model can take minutes.
-
-        Raises:
-            InvalidConfigError: `url` is no HTTP address.
         """
         self.url = checked_url(url)
         self._adapter = adapter
@@ -111,7 +108,6 @@ class InferenceServer(ABC):
         return adapter_versions(names, adapter=self._adapter)
 
     def _json(self, method: str, path: str, **content: Any) -> dict[str, Any]:
-        """Return the JSON object that a call answers with."""
         response = self._call(method, path, **content)
         with suppress(ValueError):
             if isinstance(body := response.json(), dict):
@@ -119,7 +115,6 @@ class InferenceServer(ABC):
         raise RejectedError(f"{self.url}{path} answered {_shown(response.text)}, no JSON object")
 
     def _call(self, method: str, path: str, **content: Any) -> httpx2.Response:
-        """Return the response to a call that succeeded."""
         try:
             response = self._client.request(method, path, **content)
         except httpx2.HTTPError as error:
@@ -220,13 +215,10 @@ _KINDS: Final[Mapping[str, type[InferenceServer]]] = {"vllm": VllmServer, "sglan
 def inference_server(
     target: str, *, adapter: str, api_key: str = "", timeout_s: float = 300.0
 ) -> InferenceServer:
-    """Return the server that an option `--push` names.
+    """Return the server that an option `--push` names; errors as of `parse_push`.
 
     >>> inference_server("vllm=http://10.0.0.7:8000/", adapter="demo").url
     'http://10.0.0.7:8000'
-
-    Raises:
-        InvalidConfigError: the text is not vllm=URL or sglang=URL.
     """
     kind, url = parse_push(target)
     return _KINDS[kind](url, adapter=adapter, api_key=api_key, timeout_s=timeout_s)

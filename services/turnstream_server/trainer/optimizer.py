@@ -150,11 +150,7 @@ class Schedule:
 
 
 def _factor(settings: ScheduleSettings, learning_rate: float) -> Callable[[int], float]:
-    """Return transformers' function from a step to a factor of the learning rate.
-
-    Raises:
-        InvalidConfigError: transformers refuses the arguments.
-    """
+    """Return transformers' function from a step to a factor of the learning rate."""
     unused = torch.optim.SGD([torch.zeros(1)], lr=learning_rate)
     try:
         scheduler = get_scheduler(

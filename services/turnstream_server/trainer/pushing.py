@@ -37,13 +37,10 @@ class Pushes:
         self._pushers = [_Pusher(server) for server in servers]
 
     def push(self, version: int, folder: Path, *, timeout_s: float) -> None:
-        """Push a version; return after the first attempt of each server.
+        """Push a newer version; return after the first attempt of each server.
 
-        Args:
-            version: a number above those before.
-            folder: its weights.
-            timeout_s: longest wait. A server that has not loaded the version before is not
-                waited for, so a server that is away delays one version at most.
+        A server that has not loaded the version before is not waited for. So a server that is away
+        delays one version at most.
         """
         waited = [pusher for pusher in self._pushers if pusher.is_current]
         for pusher in self._pushers:

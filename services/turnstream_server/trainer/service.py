@@ -103,11 +103,7 @@ def train(
 
 
 def _weights_folder(checkpoint: Checkpoint | None, config: TrainerConfig) -> Path | None:
-    """Return the folder of a model to begin with; None for the first policy.
-
-    Raises:
-        InvalidConfigError: the checkpoint was written with another `parallel`.
-    """
+    """Return the folder of a model to begin with; None for the first policy."""
     if checkpoint is None:
         return None
     written: Parallel = "fsdp2" if checkpoint.is_sharded else "ddp"

@@ -108,13 +108,10 @@ def require_one_of(field: str, value: str, names: Sequence[str]) -> None:
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """Return the object of a JSON text; an empty text has none.
+    """Return the object of a JSON text; InvalidConfigError for others and infinite numbers.
 
     >>> parse_arguments('{"num_cycles": 2}')
     {'num_cycles': 2}
-
-    Raises:
-        InvalidConfigError: the text is not a JSON object of finite numbers.
     """
     try:
         arguments = json.loads(text or "{}")
@@ -129,13 +126,10 @@ def parse_arguments(text: str) -> dict[str, Any]:
 
 
 def parse_push(target: str) -> tuple[str, str]:
-    """Return kind and address of an inference server.
+    """Return kind and address of an inference server; InvalidConfigError for another text.
 
     >>> parse_push("vllm=http://10.0.0.7:8000/")
     ('vllm', 'http://10.0.0.7:8000')
-
-    Raises:
-        InvalidConfigError: the text is not vllm=URL or sglang=URL.
     """
     kind, _, url = target.partition("=")
     if kind not in INFERENCE_SERVERS:
@@ -145,13 +139,10 @@ def parse_push(target: str) -> tuple[str, str]:
 
 
 def checked_url(url: str) -> str:
-    """Return an HTTP address without the slash at its end.
+    """Return an HTTP address without the slash at its end; InvalidConfigError for another text.
 
     >>> checked_url("http://10.0.0.7:8000/")
     'http://10.0.0.7:8000'
-
-    Raises:
-        InvalidConfigError: it is no address, or of another scheme.
     """
     with suppress(ValueError):  # the port is no number
         parts = urlsplit(url)

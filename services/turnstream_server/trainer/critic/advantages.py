@@ -59,15 +59,8 @@ def with_advantages(
 ) -> Iterator[Scored]:
     """Yield the mini-batches of a step with advantages, and with what `Critic.update` reads.
 
-    Every rank calls it. All mini-batches are in memory together.
-
-    Args:
-        scored: mini-batches of all epochs of the step.
-        critic: scores them; it keeps the statistics of the step.
-        source: `reward_source` of the run.
-        penalties: return what is subtracted from the reward of each token of a mini-batch, by row
-            id; None for nothing.
-        ranks: those of the trainer.
+    Every rank calls it. The mini-batches of all epochs are in memory together. The critic keeps
+    the statistics of the step. `penalties` are subtracted from the rewards of tokens, by row id.
     """
     of_step = list(scored)
     first = {mini_batch.info.mini_batch: (mini_batch, old) for mini_batch, old in of_step}

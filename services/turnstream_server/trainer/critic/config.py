@@ -89,12 +89,7 @@ class CriticConfig:
 
 
 def require_critic_for(estimator: str, critic: CriticConfig | None) -> None:
-    """Raise InvalidConfigError unless a critic is there exactly for a run that needs one.
-
-    Args:
-        estimator: setting of the run.
-        critic: settings of the trainer; None without a critic.
-    """
+    """Raise InvalidConfigError unless a critic is there exactly for a run that needs one."""
     if estimator == "gae" and critic is None:
         message = "none, and the run has estimator='gae': start the trainer with --critic policy"
         raise InvalidConfigError(_OPTION, message)

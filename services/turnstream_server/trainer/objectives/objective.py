@@ -177,11 +177,9 @@ class Objective:
         return self.kl_coefficient * _estimate(kl, scores.old_BR, scores.reference_BR, part)
 
     def report(self, rows: Sequence[Tensor], *, num_tokens: int) -> dict[str, float]:
-        """Return the statistics of a mini-batch, over all ranks.
+        """Return the statistics of a mini-batch of so many trained tokens, over all ranks.
 
-        Args:
-            rows: one of `loss` for each micro-batch of this rank.
-            num_tokens: trained tokens of the whole mini-batch.
+        `rows` are those of `loss`, for each micro-batch of this rank.
         """
         found = self._statistics.combine(self._gather(self._statistics.total(rows)), num_tokens)
         if self.config.kl is not None:

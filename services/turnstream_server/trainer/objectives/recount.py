@@ -31,13 +31,7 @@ def recounted(
 
     Denominators and the totals of trajectories and groups are recounted over all micro-batches and
     ranks. A row, trajectory or group without a kept token does not count. The weights of rows and
-    tokens do not change.
-
-    Args:
-        parts: all micro-batches of this rank's share.
-        kept: bool (B, R) for each, inside the loss mask.
-        rows: the share; it has the names of trajectories and groups.
-        gather: returns the values of all ranks.
+    tokens do not change. `kept` is bool (B, R) for each micro-batch of this rank's share.
     """
     own_names = zip(rows.trajectory_id, rows.group_id, strict=True)
     names = dict(zip(rows.row_id.tolist(), own_names, strict=True))

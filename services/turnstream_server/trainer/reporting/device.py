@@ -104,12 +104,8 @@ def training_flops(shape: ModelShape, num_tokens: float, squared_lengths: float)
 
     Each token costs 6 per parameter. In each layer, attention adds 12 per token, per position of
     its row and per element of the attention width (arXiv:2204.02311, appendix B). The causal mask
-    is not deducted, as usual.
-
-    Args:
-        shape: sizes of the model.
-        num_tokens: sum of the lengths of the rows.
-        squared_lengths: sum of the squares of the lengths of the rows.
+    is not deducted, as usual. `num_tokens` and `squared_lengths` are sums over the rows, of their
+    lengths and of the squares of these.
 
     >>> training_flops(ModelShape(1_000, 2, 8), 10, 52)
     69984.0
