@@ -74,7 +74,6 @@ class RunWriter:
         self._names = keys.run_keys(RUN)
         names = {
             "leadership": ("acquire_leader", "leader_write"),
-            "sessions": ("start_session", "stepped", "committed"),
         }
         self._scripts = {
             name: Script(name, f"turnstream_server.ledger.{folder}")
@@ -84,10 +83,11 @@ class RunWriter:
         for script in self._scripts.values():
             client.script_load(script.source)
         names = self._names
-        store.run(self._call("acquire_leader", (names.frontier, names.leader), "bench", 10**9))
-        start = (names.frontier, names.batches, names.wake, names.sessions)
-        start += (names.events, names.ranks, names.times)
-        store.run(self._call("start_session", start, "s", 1, "", ""))
+        store.run(
+            self._call("acquire_leader", (names.frontier, names.leader), "bench", 10**9, 0, "")
+        )
+        session = ("session_epoch", 1, "session", "s", "session_token", ":", "dp_world_size", 1)
+        store.run(("HSET", names.frontier, *session), ("HSET", names.sessions, "s", 1))
         self._num_planned = 0
         self._kept: list[Planned] = []
         self._ended: dict[str, str] = {}
@@ -102,8 +102,8 @@ class RunWriter:
         values = [word for each in ids for word in (each, f"planned:{step}")]
         groups = [word for each in batch.groups for word in (each, "8:planned")]
         self._num_planned += len(ids)
-        stepped = (names.frontier, names.batches, names.wake, names.ranks, names.times)
-        committed = (names.frontier, names.batches, names.times, names.wake, names.ranks)
+        acknowledged = (f"stepped:{step}", 9**13, f"committed:{step}", 9**13)
+        ranks = ("stepped:0", f"{step}:{batch.manifest_hash}", "committed:0", step)
         self._store.run(
             ("HSET", names.ledger, *values),
             ("HSET", names.payload_bytes, *[word for each in ids for word in (each, HELD)]),
@@ -113,11 +113,10 @@ class RunWriter:
             ("HINCRBY", names.counts, "planned", len(ids)),
             ("XADD", names.plan, f"{step}-0", "r", "m"),
             ("HSET", names.batches, step, f"{self._num_planned}:{batch.manifest_hash}"),
-            ("HSET", names.times, f"planned:{step}", 1),
-            ("HSET", names.frontier, "planned", step),
+            ("HSET", names.times, f"planned:{step}", 1, *acknowledged),
+            ("HSET", names.frontier, "planned", step, "stepped", step, "committed", step),
+            ("HSET", names.ranks, *ranks),
             ("HINCRBY", names.frontier, "planned_groups", len(batch.groups)),
-            self._call("stepped", stepped, 1, step, batch.manifest_hash, "", 0),
-            self._call("committed", committed, 1, step, batch.manifest_hash, "", 0),
             ("HSET", names.frontier, "released", max(0, step - 1), "checkpoints", step),
             ("HSET", names.snapshot, "position", f"{step}-0", "step", step, "record", "s"),
         )

@@ -14,8 +14,9 @@ from turnstream.batching.rows import minibatch
 from turnstream.errors import BatcherUnavailableError, NotReadyError
 from turnstream.generator import Publisher
 from turnstream.store.client import keys
-from turnstream.store.client.connection import connect_async
+from turnstream.store.client.connection import connect, connect_async
 from turnstream.store.run.configs import read_config_async
+from turnstream.store.run.runs import newest_version
 from turnstream.types import TrajectoryState
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.assembly.shares import PlannedBatch
@@ -25,7 +26,6 @@ from turnstream_server.batcher.serving.servicer import BatchesServicer
 from turnstream_server.ledger.core.frontier import read_frontier_async
 from turnstream_server.ledger.queries.trajectory_history import read_history
 from turnstream_server.ledger.sessions.observers import declare_observer
-from turnstream_server.ledger.sessions.sessions import newest_version
 
 
 class SlowClient:
@@ -313,8 +313,8 @@ async def test_a_replica_that_is_behind_announces_in_the_lineage_of_the_store(cl
 
         await BatchesServicer(client, find).announce_version(request)
 
-        announced = await newest_version(client, run)
-
+    with connect(cluster.url) as store:
+        announced = newest_version(store, run)
     assert before.lineage == "main"
     assert announced is not None
     assert (announced.version, announced.lineage) == (5, "main-1")

@@ -45,6 +45,7 @@ from turnstream_server.generators.guessing import VOCAB_SIZE, Episode, step
 from turnstream_server.generators.live import NewestPolicy, generate
 from turnstream_server.keys.store import create_key
 from turnstream_server.ledger.queries.ledger import read_ledger
+from turnstream_server.ledger.sessions.session_writes import TrainerRank
 from turnstream_server.ledger.sessions.sessions import announce_version, start_session
 from turnstream_server.models.policy import load_policy, save_policy
 from turnstream_server.models.spec import SmallModelSpec
@@ -83,7 +84,7 @@ class LiveRun(NamedTuple):
         """Announce weights that lie at `uri`."""
         announced = VersionAnnounced(version=version, step=0, lineage="main", weights_uri=uri)
         async with connect_async(self.url) as client:
-            await announce_version(client, self.name, announced, session_epoch=self.session_epoch)
+            await announce_version(client, self.name, TrainerRank(self.session_epoch), announced)
 
     @property
     def reader(self) -> RunReader:

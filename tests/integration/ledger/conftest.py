@@ -57,8 +57,8 @@ from turnstream_server.ledger.release.release import (
     finish_batches,
     release_payload,
 )
+from turnstream_server.ledger.sessions.session_writes import TrainerRank, TrainerSession
 from turnstream_server.ledger.sessions.sessions import (
-    TrainerSession,
     acknowledge_committed,
     acknowledge_stepped,
     start_session,
@@ -303,17 +303,18 @@ class LedRun:
     ) -> RecoveryToken:
         """Acknowledge a step, of its own manifest where no other is named."""
         manifest_hash = manifest_hash or self.manifests[step].hash
-        whose: Any = {"session_epoch": session.session_epoch, "dp_rank": dp_rank}
-        return await acknowledge_stepped(
-            self.client, self.name, step=step, manifest_hash=manifest_hash, **whose
+        caller = TrainerRank(session.session_epoch, "", dp_rank)
+        stepped = await acknowledge_stepped(
+            self.client, self.name, caller, step=step, manifest_hash=manifest_hash
         )
+        return stepped.token
 
     async def commit_token(
         self, session: TrainerSession, token: RecoveryToken, *, dp_rank: int = 0
     ) -> None:
         """Acknowledge a checkpoint."""
-        whose: Any = {"session_epoch": session.session_epoch, "dp_rank": dp_rank}
-        await acknowledge_committed(self.client, self.name, token=token, **whose)
+        caller = TrainerRank(session.session_epoch, "", dp_rank)
+        await acknowledge_committed(self.client, self.name, caller, token)
 
     async def frontier(self) -> tuple[int, int, int]:
         """The newest step that is planned, stepped, committed."""

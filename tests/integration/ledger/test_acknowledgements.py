@@ -16,13 +16,14 @@ from turnstream.errors import (
 )
 from turnstream.records.snapshots import decode_snapshot
 from turnstream.store.client import keys
+from turnstream.store.run.runs import newest_version
 from turnstream.types import RecoveryToken, VersionAnnounced
 from turnstream_server.ledger.admin.forks import fork_run
+from turnstream_server.ledger.sessions.session_writes import TrainerRank
 from turnstream_server.ledger.sessions.sessions import (
     acknowledge_committed,
     acknowledge_stepped,
     announce_version,
-    newest_version,
 )
 
 BEGINNING = RecoveryToken(lineage="main", step=0, chain_hash="")
@@ -107,18 +108,18 @@ async def test_lost_session_is_fenced_although_another_has_its_epoch(run: Any) -
     # A power cut took the start of "lost" away; "second" was given the same epoch since.
     await run.plan_steps(1)
     second = await run.start("second")
-    one = {"session_epoch": second.session_epoch}
+    lost, found = (TrainerRank(second.session_epoch, each) for each in ("lost", "second"))
     token = token_of(1, run.manifests[1].hash)
-    step = {"step": 1, "manifest_hash": run.manifests[1].hash}
+    step: Any = {"step": 1, "manifest_hash": run.manifests[1].hash}
 
     with pytest.raises(FencedError, match='"lost" has ended or was lost, "second" has its epoch'):
-        await acknowledge_stepped(run.client, run.name, **one, **step, session="lost")
-    await acknowledge_stepped(run.client, run.name, **one, **step, session="second")
+        await acknowledge_stepped(run.client, run.name, lost, **step)
+    await acknowledge_stepped(run.client, run.name, found, **step)
     with pytest.raises(FencedError, match='"lost" has ended or was lost'):
-        await acknowledge_committed(run.client, run.name, **one, token=token, session="lost")
+        await acknowledge_committed(run.client, run.name, lost, token)
     with pytest.raises(FencedError, match='"lost" has ended or was lost'):
-        await announce_version(run.client, run.name, version(1, step=1), **one, session="lost")
-    await acknowledge_committed(run.client, run.name, **one, token=token, session="second")
+        await announce_version(run.client, run.name, lost, version(1, step=1))
+    await acknowledge_committed(run.client, run.name, found, token)
 
     assert await run.frontier() == (1, 1, 1)
 
@@ -130,7 +131,7 @@ def version(
 
 
 async def announce(run: Any, announced: VersionAnnounced, *, session_epoch: int = 1) -> None:
-    await announce_version(run.client, run.name, announced, session_epoch=session_epoch)
+    await announce_version(run.client, run.name, TrainerRank(session_epoch), announced)
 
 
 async def test_admission_waits_for_announcements_of_a_session_that_announces(
@@ -178,11 +179,26 @@ async def test_an_announced_version_is_the_newest_and_an_event_of_the_plan(run: 
     await announce(run, version(0))
     await announce(run, version(4, step=2, uri="file:///weights/4"))
 
-    assert await newest_version(run.client, run.name) == version(4, step=2, uri="file:///weights/4")
+    assert newest_version(run.store, run.name) == version(4, step=2, uri="file:///weights/4")
     assert await run.events() == [
         version(0),
         version(4, step=2, uri="file:///weights/4"),
     ]
+
+
+async def test_step_gets_the_newest_version_of_an_earlier_step(run: Any) -> None:
+    await run.plan_steps(2)
+    session = await run.start("s")
+    await run.step(session, 1)
+    await announce(run, version(7, step=1))
+    await announce(run, version(8, step=2))
+    caller = TrainerRank(session.session_epoch)
+    own: Any = {"step": 2, "manifest_hash": run.manifests[2].hash}
+
+    first, again = [await acknowledge_stepped(run.client, run.name, caller, **own) for _ in "12"]
+
+    assert first == again
+    assert first.version_before == 7
 
 
 async def test_announcing_the_same_again_changes_nothing(run: Any) -> None:

@@ -10,6 +10,7 @@ from turnstream.store.waits.wait_snapshot import WaitSnapshot
 from turnstream.types import Purpose, RecoveryToken, TrajectoryState
 from turnstream_server.ledger.admin.forks import fork_run
 from turnstream_server.ledger.queries.run_snapshot import read_snapshot
+from turnstream_server.ledger.sessions.session_writes import TrainerRank
 from turnstream_server.ledger.sessions.sessions import record_rank
 
 AGO_S = 100
@@ -146,9 +147,9 @@ async def test_both_views_have_the_duration_and_the_ranks_behind(run: Any) -> No
     await run.plan_steps(2)
     session = await run.start("s", dp_world_size=3)
     for rank, step in ((0, 2), (2, 1)):
-        heard: dict[str, Any] = {"manifest_hash": run.manifests[step].hash, "has": True}
-        whose = {"session_epoch": session.session_epoch, "dp_rank": rank, "step": step}
-        await record_rank(run.client, run.name, **whose, **heard)
+        caller, own_hash = TrainerRank(session.session_epoch, "", rank), run.manifests[step].hash
+        heard: dict[str, Any] = {"step": step, "manifest_hash": own_hash, "has": True}
+        await record_rank(run.client, run.name, caller, **heard)
     pass_time(run)
 
     for view in both_views(run):

@@ -28,6 +28,7 @@ from turnstream_server.ledger.admin.deletion import delete_run
 from turnstream_server.ledger.admin.forks import fork_run, token_of_step
 from turnstream_server.ledger.core.frontier import read_frontier
 from turnstream_server.ledger.planning.announcements import announce_revision
+from turnstream_server.ledger.sessions.session_writes import TrainerRank
 from turnstream_server.ledger.sessions.sessions import announce_version
 
 START = RecoveryToken(lineage="main", step=0, chain_hash="")
@@ -51,7 +52,7 @@ async def origin(start_run: Callable[..., Awaitable[Any]]) -> Any:
 async def announce(run: Any, version: int, *, step: int) -> None:
     lineage = run.read_frontier().lineage
     announced = VersionAnnounced(version=version, step=step, lineage=lineage, weights_uri="")
-    await announce_version(run.client, run.name, announced, session_epoch=1)
+    await announce_version(run.client, run.name, TrainerRank(1), announced)
 
 
 def fork_of(origin: Any, name: str, token: Any = None, **changes: Any) -> Any:

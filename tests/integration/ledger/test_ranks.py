@@ -1,5 +1,6 @@
 """The batches of the ranks of a session, and the consequences of a difference."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from turnstream.errors import ConflictError, FencedError, NotReadyError, StoreBehindError
 from turnstream.store.client import keys
 from turnstream.types import RecoveryToken
-from turnstream_server.ledger.sessions.sessions import TrainerSession, record_rank
+from turnstream_server.ledger.sessions.session_writes import TrainerRank, TrainerSession
+from turnstream_server.ledger.sessions.sessions import record_rank
 
 OTHER = "0" * 64
 
@@ -15,8 +17,8 @@ OTHER = "0" * 64
 async def hear(run: Any, session: TrainerSession, dp_rank: int, step: int, **said: Any) -> None:
     if "manifest_hash" not in said:
         said["manifest_hash"] = run.manifests[step].hash
-    whose: Any = {"session_epoch": session.session_epoch, "dp_rank": dp_rank, "step": step}
-    await record_rank(run.client, run.name, **whose, **{"has": True, **said})
+    caller = TrainerRank(session.session_epoch, "", dp_rank)
+    await record_rank(run.client, run.name, caller, step=step, **{"has": True, **said})
 
 
 async def step_all(run: Any, session: TrainerSession, step: int) -> RecoveryToken:
@@ -36,6 +38,26 @@ async def test_step_and_commit_count_once_every_rank_has_called(run: Any) -> Non
     assert await run.frontier() == (1, 1, 0)
     await run.commit_token(session, token, dp_rank=1)
 
+    assert await run.frontier() == (1, 1, 1)
+
+
+async def test_ranks_that_call_at_once_are_all_counted(run: Any) -> None:
+    await run.plan_steps(1)
+    ranks = range(16)
+
+    async def step(rank: int) -> RecoveryToken:
+        while True:
+            try:
+                return await run.step(session, 1, dp_rank=rank)
+            except NotReadyError:
+                await asyncio.sleep(0)
+
+    session, *others = await asyncio.gather(*(run.start("s", dp_world_size=16) for _ in ranks))
+    token, *tokens = await asyncio.gather(*map(step, ranks))
+    await asyncio.gather(*(run.commit_token(session, token, dp_rank=rank) for rank in ranks))
+
+    assert {session.session_epoch, *(each.session_epoch for each in others)} == {1}
+    assert {*tokens} == {token}
     assert await run.frontier() == (1, 1, 1)
 
 
@@ -152,9 +174,12 @@ async def test_a_batch_that_was_lost_before_it_is_sent_costs_no_session(run: Any
     assert run.read_frontier().lost_session == ""
 
 
-async def test_late_report_of_a_released_step_changes_nothing(run: Any) -> None:
+async def test_late_report_of_an_earlier_step_changes_nothing(run: Any) -> None:
     await run.plan_steps(2)
     session = await run.start("s", dp_world_size=2)
+    await hear(run, session, 1, 2)
+    async with run.unchanged():
+        await hear(run, session, 1, 1)
     await run.client.hset(keys.run_keys(run.name).frontier, "released", 2)
     async with run.unchanged():
         await hear(run, session, 1, 1, manifest_hash=OTHER)

@@ -16,6 +16,7 @@ from turnstream_server.ledger.queries.ledger import (
     run_summary,
 )
 from turnstream_server.ledger.queries.trajectory_history import Trajectory, read_history
+from turnstream_server.ledger.sessions.session_writes import TrainerRank
 from turnstream_server.ledger.sessions.sessions import acknowledge_committed
 
 
@@ -29,7 +30,7 @@ async def test_every_accepted_trajectory_is_in_one_state(run: Any) -> None:
     session = await run.start("s")
     first = await run.step(session, 1)
     await run.step(session, 2)
-    await acknowledge_committed(run.client, run.name, session_epoch=1, token=first)
+    await acknowledge_committed(run.client, run.name, TrainerRank(1), first)
 
     counts = run.ledger()
 

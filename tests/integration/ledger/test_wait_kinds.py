@@ -17,9 +17,9 @@ from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream.store.waits.wait_reasons import UNSEALED, reasons
 from turnstream.types import TrajectoryAbandoned, TrajectoryKey, TrajectoryState
 from turnstream_server.ledger.leadership.leader_fields import note_trouble, release_leadership
-from turnstream_server.ledger.planning.trajectories import note_damage
 from turnstream_server.ledger.queries.run_snapshot import read_snapshot
 from turnstream_server.ledger.sessions.observers import declare_observer
+from turnstream_server.ledger.sessions.sessions import note_damage
 
 OF_GENERATORS = {
     *(WaitKind.NO_ADMISSION, WaitKind.NOT_READY, WaitKind.NOT_ACKNOWLEDGED),

@@ -30,7 +30,7 @@ from turnstream_server.ledger.leadership.snapshots import save_snapshot
 from turnstream_server.ledger.leadership.writes import Difference, write, write_decision
 from turnstream_server.ledger.planning.manifests import read_manifest, read_manifests
 from turnstream_server.ledger.planning.replans import answered, await_replan, request_replan
-from turnstream_server.ledger.planning.trajectories import note_damage
+from turnstream_server.ledger.sessions.sessions import note_damage
 
 
 def ask(run: Any) -> str:

@@ -21,6 +21,7 @@ from turnstream_server.batcher.planner.planner import PinnedClient
 from turnstream_server.ledger.leadership.writes import Changes
 from turnstream_server.ledger.planning.ending import Attempt
 from turnstream_server.ledger.release import release, release_writes
+from turnstream_server.ledger.sessions import session_writes
 
 Break = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -105,6 +106,14 @@ def _without(add: Callable[..., None], field: str) -> Callable[..., None]:
     return add_others
 
 
+def _without_rollback(write: Callable[..., None]) -> Callable[..., None]:
+    def write_others(changes: Changes, *words: Any) -> None:
+        is_start = words[1:3] == ("frontier", "stepped") and "committed" in words
+        write(changes, *words[:2], *words[4 if is_start else 2 :])
+
+    return write_others
+
+
 async def _meet_any(_: PinnedClient, connection: Any) -> None:
     await connection.on_connect()
 
@@ -132,10 +141,10 @@ GUARDS: Final[dict[str, Break]] = {
     "leader_write: facts that have changed": condition("if refusal then"),
     "plan: the groups of a step": method(Changes, "add", _without(Changes.add, "planned_groups")),
     "release_bytes: bytes of a batch": method(release, "release_bytes", _released_as_stored),
-    "start_session: stepped batches come back": script(
-        "redis.call('HSET', FRONTIER, 'stepped', step, 'committed', step,",
-        "redis.call('HSET', FRONTIER, 'committed', step,",
+    "start_session: stepped batches come back": method(
+        Changes, "write", _without_rollback(Changes.write)
     ),
+    "trainer calls: the present session": method(session_writes, "check_session", lambda *_: None),
     "fold: one member per sample": method(GroupMembers, "surplus_reason", lambda *_: ""),
     "selector: chosen groups are planned": method(Selector, "pass_step", lambda *_: None),
     "leader: plans take their groups in the replay": method(Leader, "_pass", lambda *_: []),
@@ -146,7 +155,7 @@ GUARDS: Final[dict[str, Break]] = {
     "resend buffer: it keeps writes": method(ResendBuffer, "keep", lambda *_, **__: None),
     "outbox: lost writes are sent again": method(Outbox, "_compare_process", lambda *_, **__: None),
     "every script: the epoch of the leader": condition(
-        "if redis.call('HGET', LEADER, 'epoch') ~= ARGV[1] then"
+        "if ARGV[1] ~= '' and redis.call('HGET', LEADER, 'epoch') ~= ARGV[1] then"
     ),
     "set_closed: a finished run": script(
         "redis.call('HDEL', FRONTIER, 'finished', 'leftover')\n", ""

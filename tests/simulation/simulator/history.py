@@ -8,7 +8,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.errors import TurnGapError
 from turnstream.store.client import keys
 from turnstream.types import RecoveryToken, TrajectoryKey
-from turnstream_server.ledger.sessions.sessions import TrainerSession
+from turnstream_server.ledger.sessions.session_writes import TrainerSession
 
 _NEVER = (
     "another content",

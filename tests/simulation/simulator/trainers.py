@@ -30,12 +30,12 @@ from turnstream_server.batcher.planner.listener import RunListener
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.serving.get import admit
 from turnstream_server.ledger.core.frontier import read_frontier_async
-from turnstream_server.ledger.planning.trajectories import note_damage
+from turnstream_server.ledger.sessions.session_writes import TrainerRank, TrainerSession
 from turnstream_server.ledger.sessions.sessions import (
-    TrainerSession,
     acknowledge_committed,
     acknowledge_stepped,
     announce_version,
+    note_damage,
     start_session,
 )
 
@@ -297,15 +297,14 @@ class Session:
     async def _acknowledge_rank(
         self, request: wire.GetRequest, step: int, manifest_hash: str
     ) -> RecoveryToken:
-        return await acknowledge_stepped(
+        stepped = await acknowledge_stepped(
             self._client,
             self._run,
-            session_epoch=self._session_epoch,
+            TrainerRank(self._session_epoch, self._name, request.dp_rank),
             step=step,
             manifest_hash=request.previous_hash if step == self._step else manifest_hash,
-            session=self._name,
-            dp_rank=request.dp_rank,
         )
+        return stepped.token
 
     async def _announce(self, step: int) -> None:
         self._history.newest_version += 1
@@ -316,8 +315,8 @@ class Session:
 
     async def _send(self, announced: VersionAnnounced) -> None:
         """Announce a version, or repeat the announcement: the store may have lost it."""
-        caller = {"session_epoch": self._session_epoch, "session": self._name}
-        await patiently(lambda: announce_version(self._client, self._run, announced, **caller))
+        caller = TrainerRank(self._session_epoch, self._name)
+        await patiently(lambda: announce_version(self._client, self._run, caller, announced))
 
     async def _commit(self, token: RecoveryToken) -> None:
         """Save a checkpoint and acknowledge it; where it is too late, the store must refuse it."""
@@ -327,11 +326,5 @@ class Session:
 
     async def _commit_ranks(self, token: RecoveryToken) -> None:
         for request in self._requests:
-            await acknowledge_committed(
-                self._client,
-                self._run,
-                session_epoch=self._session_epoch,
-                token=token,
-                session=self._name,
-                dp_rank=request.dp_rank,
-            )
+            caller = TrainerRank(self._session_epoch, self._name, request.dp_rank)
+            await acknowledge_committed(self._client, self._run, caller, token)

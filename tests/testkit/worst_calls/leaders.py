@@ -6,6 +6,7 @@ from typing import Any, Final, cast
 
 from testkit.plans import manifest
 from testkit.worst_calls.generators import BUCKET, GROUP, opened
+from testkit.worst_calls.services import SESSION_BUILDS
 from testkit.worst_calls.store import (
     NAME,
     REASON,
@@ -30,7 +31,7 @@ from turnstream_server.batcher.planner.replanning import (
 )
 from turnstream_server.ledger.core.scan import PAGE_BYTES, PAGE_EVENTS
 from turnstream_server.ledger.leadership.leader_fields import ParkFacts, park
-from turnstream_server.ledger.leadership.leadership import Position, Term
+from turnstream_server.ledger.leadership.leadership import Position, RunClient, Term
 from turnstream_server.ledger.leadership.snapshots import TRIM_SLICE, trim
 from turnstream_server.ledger.leadership.writes import Changes, write_command
 from turnstream_server.ledger.planning.deadlines import DEADLINES_PER_CALL, fire_orphaned, limit
@@ -63,9 +64,7 @@ WORST: Final[dict[str, Build]] = {}
 
 CONSTANT: Final = {
     "acquire_leader": "single fields",
-    "note_damage": "one field",
     "release_payload": "two keys, which the server frees in another thread",
-    "renew_leader": "single fields",
     "request_replan": "one field",
 }
 
@@ -254,7 +253,7 @@ BUILDS: Final = (
 
 @worst(WORST)
 def leader_write(store: LimitStore) -> list[Command]:
-    """Slices of plans, the ends of large groups, and the release at its limits."""
+    """Slices of plans, the ends of large groups, the release and sessions at their limits."""
     term = term_of(store)
     small = [sealed_group(store, each, 1) for each in groups_of(PLAN_SLICE // (1 + GROUP_WEIGHT))]
     facts = StepFacts(
@@ -284,6 +283,10 @@ def leader_write(store: LimitStore) -> list[Command]:
         changes = build(own)
         assert changes is not None
         written.append(write_command(term_of(own), changes))
+    for build in SESSION_BUILDS:
+        own = LimitStore(store.client, f"{store.run.name}-{build.__name__}")
+        caller = RunClient(cast(Any, None), own.run)
+        written += [write_command(caller, each) for each in build(own)]
     return written
 
 

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import json
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 from testkit.scripts import script
 from testkit.worst_calls.store import NAME, Build, LimitStore, worst
 from turnstream.store.client.keys import incarnation_key, run_keys
 from turnstream.store.client.scripts import Command
+from turnstream.types import RecoveryToken
 from turnstream_server.batcher.serving.requests import MAX_DP_WORLD_SIZE
 from turnstream_server.ledger.admin.forks import MAX_VERSIONS
+from turnstream_server.ledger.core.frontier import parse_frontier
+from turnstream_server.ledger.leadership.writes import Changes
+from turnstream_server.ledger.sessions import session_writes
 from turnstream_server.ledger.sessions.observers import (
     MOST_FORGOTTEN,
     MOST_OBSERVERS,
     MOST_OF_OWNER,
 )
+from turnstream_server.ledger.sessions.session_writes import Facts, TrainerRank
 from turnstream_server.operations.log import MAX_AHEAD, MAX_SHARED, MAX_SHARED_BYTES
 
 WORST: Final[dict[str, Build]] = {}
 
 CONSTANT: Final = {
     "acquire": "single fields of one model",
-    "announce_version": "the newest version, and one event",
     "create_model": "single fields of a new model",
     "discard_dead_letter": "single fields of one trajectory",
     "drop_expired": "one field",
@@ -30,7 +35,6 @@ CONSTANT: Final = {
     "essential_write": "one command, whose words its callers limit",
     "finish_sample": "one field; its result has the limit of the gateway",
     "observed": "one observer",
-    "record_rank": "single fields of one rank",
     "renew": "single fields of one model",
     "submit": "single fields; its content has the limit of the gateway",
     "submit_sample": "single fields",
@@ -41,18 +45,47 @@ UNDONE: Final = 10_000
 """Steps after the last checkpoint, which a trainer that starts again undoes."""
 
 
-def with_ranks(store: LimitStore, kind: str, entry: str) -> None:
-    """Write a session of the most ranks, of which all but the last have called."""
-    frontier = {
-        "session_epoch": 1,
-        "session": "s",
-        "planned": 1,
-        "dp_world_size": MAX_DP_WORLD_SIZE,
-    }
-    store.fill(store.keys.frontier, frontier.items())
+def facts_with_ranks(store: LimitStore, kind: str, entry: str, step: int, **fields: Any) -> Facts:
+    """Return the facts of a session of the most ranks, of which all but the last have called."""
+    session = {"session_epoch": 1, "session": "s", "dp_world_size": MAX_DP_WORLD_SIZE}
+    store.fill(store.keys.frontier, {**session, "planned": 1, **fields}.items())
     store.fill(store.keys.batches, [("1", f"1:{HASH}")])
     ranks = range(MAX_DP_WORLD_SIZE - 1)
     store.fill(store.keys.ranks, ((f"{kind}:{rank}", entry) for rank in ranks))
+    stored: Any = store.client.hgetall(store.keys.frontier)
+    frontier = parse_frontier(store.run, stored)
+    return Facts(9**13, frontier, stored, step, b"1:%s" % HASH.encode() if step else None)
+
+
+LAST_RANK: Final = TrainerRank(1, "s", MAX_DP_WORLD_SIZE - 1)
+
+
+def stepped(store: LimitStore) -> Sequence[Changes]:
+    """The last of the most ranks."""
+    facts = facts_with_ranks(store, "stepped", f"1:{HASH}", 1)
+    return session_writes.step(facts, LAST_RANK, manifest_hash=HASH)[1]
+
+
+def committed(store: LimitStore) -> Sequence[Changes]:
+    """The last of the most ranks, after many checkpoints."""
+    checkpoints = ",".join(map(str, range(20_000)))
+    facts = facts_with_ranks(store, "committed", "1", 1, stepped=1, checkpoints=checkpoints)
+    return session_writes.commit(facts, LAST_RANK, chain_hash=HASH)[1]
+
+
+def started(store: LimitStore) -> Sequence[Changes]:
+    """A trainer that goes back to the beginning of a long run."""
+    steps = {"stepped": UNDONE, "planned": UNDONE, "checkpoints": ",".join(map(str, range(UNDONE)))}
+    facts = facts_with_ranks(store, "stepped", f"1:{HASH}", 0, **steps)
+    for kind in ("stepped", "committed"):
+        store.fill(store.keys.times, ((f"{kind}:{step}", 9**13) for step in range(UNDONE)))
+    token = RecoveryToken(lineage="main", step=0, chain_hash="")
+    sizes = {"dp_world_size": MAX_DP_WORLD_SIZE}
+    return session_writes.start(facts, session=NAME, token=token, **sizes)[1]
+
+
+SESSION_BUILDS: Final = (started, stepped, committed)
+"""Builders of the most expensive calls of trainer sessions, which `leader_write` writes."""
 
 
 @worst(WORST)
@@ -66,34 +99,6 @@ def observe(store: LimitStore) -> list[Command]:
     store.fill(store.keys.observers, [*live, *expired])
     words = (NAME, 1, 1_000, "x", 0, MOST_OF_OWNER, MOST_OBSERVERS)
     return [store.call("observe", *words)]
-
-
-@worst(WORST)
-def stepped(store: LimitStore) -> list[Command]:
-    """The last of the most ranks."""
-    with_ranks(store, "stepped", f"1:{HASH}")
-    return [store.call("stepped", 1, 1, HASH, "s", MAX_DP_WORLD_SIZE - 1)]
-
-
-@worst(WORST)
-def committed(store: LimitStore) -> list[Command]:
-    """The last of the most ranks, after many checkpoints."""
-    with_ranks(store, "committed", "1")
-    checkpoints = ",".join(map(str, range(20_000)))
-    store.fill(store.keys.frontier, [("stepped", 1), ("checkpoints", checkpoints)])
-    return [store.call("committed", 1, 1, HASH, "s", MAX_DP_WORLD_SIZE - 1)]
-
-
-@worst(WORST)
-def start_session(store: LimitStore) -> list[Command]:
-    """A trainer that goes back to the beginning of a long run."""
-    with_ranks(store, "stepped", f"1:{HASH}")
-    checkpoints = ",".join(map(str, range(UNDONE)))
-    steps = [("stepped", UNDONE), ("planned", UNDONE), ("checkpoints", checkpoints)]
-    store.fill(store.keys.frontier, steps)
-    for kind in ("stepped", "committed"):
-        store.fill(store.keys.times, ((f"{kind}:{step}", 9**13) for step in range(UNDONE)))
-    return [store.call("start_session", NAME, MAX_DP_WORLD_SIZE, 0, "", b"record")]
 
 
 @worst(WORST)

@@ -62,7 +62,7 @@ def test_rank_of_a_lost_session_gets_what_the_store_has() -> None:
 def test_rank_gets_the_name_of_the_newer_session() -> None:
     request = wire.GetRequest(step=3, dp_world_size=1, session_epoch=2)
 
-    with pytest.raises(FencedError, match="trainer session 2 has ended, the current one is 3"):
+    with pytest.raises(FencedError, match="trainer session 2 has ended, 3 has begun"):
         check_caller(request, RESTARTED)
 
 

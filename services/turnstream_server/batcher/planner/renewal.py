@@ -139,7 +139,7 @@ class LeadershipKeeper:
             if isinstance(reply, Exception):
                 logger.warning("the leadership of run %s cannot be renewed: %s", term.run, reply)
                 continue
-            is_ours, epoch, owner = reply
+            is_ours, epoch, owner, *_ = reply
             if not is_ours:
                 leader = owner.decode()
                 term.lost = f"epoch {term.epoch} has ended, {leader!r} leads with epoch {epoch}"

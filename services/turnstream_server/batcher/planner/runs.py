@@ -126,19 +126,20 @@ class RunView:
         self._is_closed = False
         self._is_deleted = False
 
-    async def refresh(self) -> Frontier:
+    async def refresh(self, read: Callable[[], Awaitable[Frontier]] | None = None) -> Frontier:
         """Return the frontier, read after this call began; wake all waiting calls.
 
-        Replies may overtake one another: an older frontier must not replace a newer one.
+        Replies may overtake one another: an older frontier must not replace a newer one. `read`
+        replaces the read of the frontier, where the caller needs more than that.
         """
         while True:
             self._num_reads += 1
-            read, num_offers = self._num_reads, self._num_offers
-            frontier = await read_frontier_async(self._client, self.run)
+            number, num_offers = self._num_reads, self._num_offers
+            frontier = await (read() if read else read_frontier_async(self._client, self.run))
             if num_offers != self._num_offers:
                 continue
-            if read > self._newest_read:
-                self._newest_read = read
+            if number > self._newest_read:
+                self._newest_read = number
                 self._set_frontier(frontier)
             return self.frontier
 
@@ -175,9 +176,16 @@ class RunView:
         self._on_stepped(self.frontier.planned)
 
     async def wait_for_batch(
-        self, step: int, *, check: Callable[[Frontier], None], wait_s: float
+        self,
+        step: int,
+        *,
+        read: Callable[[], Awaitable[Frontier]] | None = None,
+        check: Callable[[Frontier], None],
+        wait_s: float,
     ) -> PlannedBatch:
         """Return the batch of a step, once it is planned; `check` may raise after every change.
+
+        The first read of the frontier may be that of the caller, by `read`.
 
         Raises:
             BatcherUnavailableError: this replica stops.
@@ -187,7 +195,7 @@ class RunView:
         """
         deadline_s = asyncio.get_running_loop().time() + wait_s
         num_restarts = self._num_restarts
-        await self.refresh()  # an expired session must not be served from an older state
+        await self.refresh(read)  # an expired session must not be served from an older state
         while True:
             if self._is_closed:
                 raise BatcherUnavailableError("this replica stops")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from typing import Final
 
 import redis.asyncio
@@ -12,7 +13,6 @@ import redis.asyncio
 from turnstream.errors import (
     ConflictError,
     CorruptRecordError,
-    FencedError,
     InvalidConfigError,
     StoreBehindError,
 )
@@ -32,9 +32,9 @@ from turnstream_server.batcher.serving.running_calls import (
 )
 from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.frontier import Frontier, not_retained
-from turnstream_server.ledger.planning.trajectories import note_damage
 from turnstream_server.ledger.sessions.observers import note_observed
-from turnstream_server.ledger.sessions.sessions import record_rank
+from turnstream_server.ledger.sessions.session_writes import TrainerRank, check_lost, check_session
+from turnstream_server.ledger.sessions.sessions import note_damage, record_rank
 from turnstream_server.telemetry.instruments import counter, histogram
 from turnstream_server.telemetry.tracing import span
 
@@ -208,57 +208,44 @@ async def admit(
 
     A step is acknowledged only if all ranks are recorded to have it from the same manifest.
     """
-    await record_caller(client, request)
+
+    def record(step: int, manifest_hash: str, *, has: bool) -> Awaitable[Frontier]:
+        of = {"step": step, "manifest_hash": manifest_hash, "has": has}
+        return record_rank(client, request.run, caller_of(request), **of)
+
+    has_step = request.step if request.manifest_hash else request.step - 1
+    has_hash = request.manifest_hash or request.previous_hash
+    record_has = partial(record, has_step, has_hash, has=True) if has_hash else None
+    if request.observer:
+        record_has = None
     try:
         batch = await view.wait_for_batch(
-            request.step, check=lambda frontier: check_caller(request, frontier), wait_s=wait_s
+            request.step,
+            read=record_has,
+            check=lambda frontier: check_caller(request, frontier),
+            wait_s=wait_s,
         )
         _check_chain(request, batch)
     except StoreBehindError:
-        await record_caller(client, request)  # the other ranks get the error, too
+        if record_has is not None:
+            await record_has()  # the other ranks get the error, too
         raise
-    if request.dp_world_size > 1:  # recorded before the first byte
-        await _record(client, request, request.step, batch.manifest_hash, has=False)
+    if request.dp_world_size > 1 and not request.observer:
+        await record(request.step, batch.manifest_hash, has=False)  # before the first byte
     return batch
 
 
-async def record_caller(client: redis.asyncio.Redis, request: wire.GetRequest) -> None:
-    """Record the newest batch that was delivered to a rank of the trainer, at least in part."""
-    step = request.step if request.manifest_hash else request.step - 1
-    if manifest_hash := request.manifest_hash or request.previous_hash:
-        await _record(client, request, step, manifest_hash, has=True)
-
-
-async def _record(
-    client: redis.asyncio.Redis,
-    request: wire.GetRequest,
-    step: int,
-    manifest_hash: str,
-    *,
-    has: bool,
-) -> None:
-    if request.observer:
-        return
-    await record_rank(
-        client,
-        request.run,
-        session_epoch=request.session_epoch,
-        dp_rank=request.dp_rank,
-        step=step,
-        manifest_hash=manifest_hash,
-        has=has,
-        session=request.session,
-    )
+def caller_of(
+    request: wire.GetRequest | wire.SteppedRequest | wire.CommittedRequest,
+) -> TrainerRank:
+    """Return the rank that calls, and its session."""
+    return TrainerRank(request.session_epoch, request.session, request.dp_rank)
 
 
 def check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
     """Refuse a rank that is neither of the current session nor of an observer."""
-    is_of_older_session = request.session_epoch < frontier.session_epoch
-    if not request.observer and is_of_older_session and not frontier.has_session:
-        raise FencedError(
-            f"trainer session {request.session_epoch} has ended: payload was damaged and plans "
-            "were withdrawn; start another session with the token of the last checkpoint"
-        )
+    if not request.observer and request.session_epoch < frontier.session_epoch:
+        check_session(frontier, caller_of(request))
     if request.previous_hash and frontier.planned < request.step - 1:
         raise StoreBehindError(
             f"step {request.step - 1} was delivered from the manifest {request.previous_hash!r}, "
@@ -266,18 +253,8 @@ def check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
         )
     if request.observer:
         return
-    if request.session_epoch != frontier.session_epoch or not frontier.session_epoch:
-        raise FencedError(
-            f"trainer session {request.session_epoch} has ended, "
-            f"the current one is {frontier.session_epoch}"
-        )
-    if request.session and request.session != frontier.session:
-        raise FencedError(
-            f"trainer session {request.session!r} has ended or was lost, "
-            f"{frontier.session!r} has its epoch {frontier.session_epoch}"
-        )
-    if frontier.lost_session:
-        raise StoreBehindError(frontier.lost_session)
+    check_session(frontier, caller_of(request))
+    check_lost(frontier)
     if request.dp_world_size != frontier.dp_world_size:
         raise ConflictError(
             f"the session has {frontier.dp_world_size} ranks, not {request.dp_world_size}"

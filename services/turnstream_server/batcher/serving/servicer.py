@@ -18,7 +18,7 @@ from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream.wire.v1.operations_pb2 import GetOperationsRequest
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.serving.call_keys import Access, observer_rights
-from turnstream_server.batcher.serving.get import BatchSender
+from turnstream_server.batcher.serving.get import BatchSender, caller_of
 from turnstream_server.batcher.serving.operations import OperationSender
 from turnstream_server.batcher.serving.requests import parse_token
 from turnstream_server.batcher.serving.running_calls import (
@@ -29,14 +29,12 @@ from turnstream_server.batcher.serving.running_calls import (
 )
 from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.sessions.observers import declare_observer, note_observed
+from turnstream_server.ledger.sessions.session_writes import TrainerRank, TrainerSession
 from turnstream_server.ledger.sessions.sessions import (
-    TrainerSession,
     acknowledge_committed,
     acknowledge_stepped,
     announce_version,
-    newest_version,
     start_session,
-    version_before,
 )
 
 logger = logging.getLogger(__name__)
@@ -125,16 +123,14 @@ class BatchesServicer:
         )
         failpoint("session.after_start")
         _log_start(request, session, run)
-        frontier = await view.refresh()
+        await view.refresh()
         _, config = await view.newest_config()
-        newest = await newest_version(self.client, run)
-        floor = frontier.version_floor
         return wire.StartReply(
             session_epoch=session.session_epoch,
             next_step=session.next_step,
             config_json=encode_config(config),
             lineage=session.lineage,
-            newest_version=floor if newest is None else max(floor, newest.version),
+            newest_version=session.newest_version,
             run=run,
         )
 
@@ -175,54 +171,36 @@ class BatchesServicer:
     async def stepped(self, request: wire.SteppedRequest) -> wire.SteppedReply:
         """Record that the optimizer took a step."""
         failpoint("stepped.before")
-        token = await acknowledge_stepped(
+        token, version_before = await acknowledge_stepped(
             self.client,
             request.run,
-            session_epoch=request.session_epoch,
+            caller_of(request),
             step=request.step,
             manifest_hash=request.manifest_hash,
-            session=request.session,
-            dp_rank=request.dp_rank,
         )
         failpoint("stepped.after")
-        before = await version_before(self.client, request.run, request.step)
-        return wire.SteppedReply(recovery_token=str(token), version_before=before)
+        return wire.SteppedReply(recovery_token=str(token), version_before=version_before)
 
     async def committed(self, request: wire.CommittedRequest) -> wire.CommittedReply:
         """Record that a checkpoint is on disk."""
         failpoint("committed.before")
-        await acknowledge_committed(
-            self.client,
-            request.run,
-            session_epoch=request.session_epoch,
-            token=parse_token(request.recovery_token),
-            session=request.session,
-            dp_rank=request.dp_rank,
-        )
+        token = parse_token(request.recovery_token)
+        await acknowledge_committed(self.client, request.run, caller_of(request), token)
         failpoint("committed.after")
         return wire.CommittedReply()
 
     async def announce_version(
         self, request: wire.AnnounceVersionRequest
     ) -> wire.AnnounceVersionReply:
-        """Announce new weights, in the store's current lineage.
-
-        The view may lack a session that another replica has just started.
-        """
-        view = await self._find_run(request.run)
+        """Announce new weights, in the store's current lineage."""
         announced = VersionAnnounced(
             version=request.version,
             step=request.step,
-            lineage=(await view.refresh()).lineage,
+            lineage="",
             weights_uri=request.weights_uri,
         )
-        await announce_version(
-            self.client,
-            request.run,
-            announced,
-            session_epoch=request.session_epoch,
-            session=request.session,
-        )
+        caller = TrainerRank(request.session_epoch, request.session)
+        await announce_version(self.client, request.run, caller, announced)
         return wire.AnnounceVersionReply()
 
 

@@ -157,7 +157,7 @@ def read_frontier(client: redis.Redis, run: str) -> Frontier:
     name = keys.run_keys(run).frontier
     with reading(name), translating():
         fields: Any = client.execute_command("HGETALL", name)
-    return _parse(run, fields)
+    return parse_frontier(run, fields)
 
 
 async def read_frontier_async(client: redis.asyncio.Redis, run: str) -> Frontier:
@@ -165,14 +165,15 @@ async def read_frontier_async(client: redis.asyncio.Redis, run: str) -> Frontier
     name = keys.run_keys(run).frontier
     with reading(name), translating():
         fields: Any = await client.execute_command("HGETALL", name)
-    return _parse(run, fields)
+    return parse_frontier(run, fields)
 
 
 def _rollbacks(value: bytes) -> tuple[Rollback, ...]:
     return tuple(Rollback.parse(each) for each in value.decode().split(",") if each)
 
 
-def _parse(run: str, fields: dict[bytes, bytes]) -> Frontier:
+def parse_frontier(run: str, fields: dict[bytes, bytes]) -> Frontier:
+    """Return the frontier with these stored fields."""
     if not fields:
         raise no_such_run(run)
     stored = StoredHash(keys.run_keys(run).frontier, fields)

@@ -11,7 +11,6 @@ from turnstream.store.client.scripts import Command
 from turnstream_server.ledger.core.run_script import RunScript
 
 _ACQUIRE = RunScript("acquire_leader", "leadership", "frontier leader")
-_RENEW = RunScript("renew_leader", "leadership", "leader")
 
 
 class Position(NamedTuple):
@@ -38,14 +37,20 @@ class Leadership:
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class RunClient:
+    """A run, and a client of its store."""
+
+    client: redis.asyncio.Redis
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
+class Term(RunClient):
     """A replica's term as leader of a run.
 
     Each read and write of an earlier term than the current one raises FencedError.
     """
 
-    client: redis.asyncio.Redis
-    run: str
     epoch: int
 
 
@@ -62,7 +67,7 @@ async def acquire_leadership(
     The name of the owner is unique also among its restarts. With `leads_parked` also a parked run
     is led.
     """
-    words = (owner, max(1, round(lease_s * 1000)), int(not leads_parked))
+    words = (owner, max(1, round(lease_s * 1000)), int(not leads_parked), "")
     leads, epoch, leader, left_ms, parked = await _ACQUIRE.call_async(client, run, *words)
     return Leadership(
         is_ours=bool(leads),
@@ -76,6 +81,6 @@ async def acquire_leadership(
 def renew_command(run: str, *, owner: str, epoch: int, lease_s: float) -> Command:
     """Return the call that renews a leadership; nothing is sent.
 
-    Its reply is [whether the caller leads, the leader's epoch, the leader].
+    Its reply begins with whether the caller leads, the epoch of the leader, and the leader.
     """
-    return _RENEW(run, owner, epoch, max(1, round(lease_s * 1000)))
+    return _ACQUIRE(run, owner, max(1, round(lease_s * 1000)), 0, epoch)

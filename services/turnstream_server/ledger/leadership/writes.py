@@ -1,4 +1,4 @@
-"""Writes of a run's leader: one script that compares and writes, all or nothing.
+"""Writes of leaders and trainer sessions: one script compares and writes, all or nothing.
 
 A decision is a pure function from facts to `Changes`. The facts were read before, and may be old:
 the changes name those that must still hold. The script compares them and writes in one step, so
@@ -20,9 +20,10 @@ from turnstream.store.client.scripts import (
     Argument,
     Command,
     Script,
+    run_command_async,
     run_commands_async,
 )
-from turnstream_server.ledger.leadership.leadership import Term
+from turnstream_server.ledger.leadership.leadership import RunClient, Term
 
 _SCRIPT: Final = Script("leader_write", "turnstream_server.ledger.leadership")
 
@@ -33,6 +34,7 @@ MAX_TRIES: Final = 100
 """Decisions of one write whose facts change each time, before an error is raised."""
 
 _Facts = TypeVar("_Facts")
+_Result = TypeVar("_Result")
 
 
 class Difference(NamedTuple):
@@ -50,6 +52,7 @@ class Changes:
 
     Attributes:
         is_part: whether more of the same decision is left to write after them.
+        awaits: the key in which another caller writes facts that may not hold yet; "" for none.
 
     >>> changes = Changes()
     >>> changes.expect("groups", "g", b"8:open")
@@ -60,6 +63,7 @@ class Changes:
 
     def __init__(self) -> None:
         self.is_part = False
+        self.awaits = ""
         self._fields: dict[str, list[Argument]] = {}
         self._facts: list[tuple[str, str, tuple[Argument, ...]]] = []
         self._writes: list[tuple[str, str, tuple[Argument, ...]]] = []
@@ -73,6 +77,10 @@ class Changes:
         """Expect the value of each of these fields of a hash to begin with `prefix`."""
         if fields:
             self._facts.append(("PREFIX", key, (prefix, *fields)))
+
+    def expect_least(self, key: str, number: int, fields: Sequence[str]) -> None:
+        """Expect each of these fields of a hash to have at least this whole number."""
+        self._facts.append(("LEAST", key, (number, *fields)))
 
     def expect_hash(self, key: str, fields: Mapping[bytes, bytes]) -> None:
         """Expect a hash to have these fields alone."""
@@ -139,14 +147,15 @@ class Changes:
                 yield "HINCRBY", key, (field, number)
 
 
-def write_command(term: Term, changes: Changes) -> Command:
+def write_command(term: RunClient, changes: Changes) -> Command:
     """Return the call that writes changes; nothing is sent."""
     names = {"leader": 1}
     words: list[Argument] = []
     for name, key, some in changes.calls():
         words += (name, names.setdefault(key, len(names) + 1), len(some), *some)
     known = keys.run_keys(term.run)
-    return _SCRIPT([getattr(known, each) for each in names], term.epoch, *words)
+    epoch = term.epoch if isinstance(term, Term) else ""
+    return _SCRIPT([getattr(known, each) for each in names], epoch, *words)
 
 
 async def write(term: Term, changes: Changes) -> list[Any] | Difference:
@@ -166,7 +175,7 @@ async def write_without_facts(term: Term, changes: Changes) -> list[Any]:
     return replies
 
 
-async def write_all(term: Term, changes: Sequence[Changes]) -> list[list[Any] | Difference]:
+async def write_all(term: RunClient, changes: Sequence[Changes]) -> list[list[Any] | Difference]:
     """Write several changes in one round trip, each all or nothing; see `write`."""
     commands = [write_command(term, each) for each in changes]
     replies = await run_commands_async(term.client, commands) if commands else []
@@ -204,13 +213,47 @@ async def write_decisions(
     decide: Callable[[_Facts], Sequence[Changes]],
 ) -> list[list[Any]]:
     """Write several changes like `write_decision`, in order and in one round trip."""
-    found: list[list[Any] | Difference] = []
+    _, found = await write_result(term, read, lambda facts: (None, decide(facts)))
+    return [each for each in found if not isinstance(each, Difference)]
+
+
+async def write_result(
+    term: RunClient,
+    read: Callable[[], Awaitable[_Facts]],
+    decide: Callable[[_Facts], tuple[_Result, Sequence[Changes]]],
+) -> tuple[_Result, Sequence[list[Any] | Difference]]:
+    """Write like `write_decisions`; return the result of the decision, and those of `write_all`.
+
+    A difference remains where changes await another caller: see `Changes.awaits`.
+
+    Raises:
+        FencedError: another planner leads the run.
+        StoreUnavailableError: the facts changed each time.
+    """
+    known = keys.run_keys(term.run)
+    found: Sequence[list[Any] | Difference] = ()
     for _ in range(MAX_TRIES):
-        found = await write_all(term, decide(await read()))
-        written = [each for each in found if not isinstance(each, Difference)]
-        if len(written) == len(found):
-            return written
+        result, changes = decide(await read())
+        found = await write_all(term, changes)
+        if all(
+            not isinstance(reply, Difference) or reply.key == getattr(known, each.awaits, "")
+            for reply, each in zip(found, changes, strict=True)
+        ):
+            return result, found
     raise StoreUnavailableError(f"run {term.run}: {found} changed in each of {MAX_TRIES} tries")
+
+
+async def read_together(
+    term: RunClient, *commands: tuple[str, str, *tuple[Argument, ...]]
+) -> list[Any]:
+    """Return the time of the store in ms, and the replies of commands that read at this time.
+
+    Each command is its name, the name of its key in `RunKeys`, and its words.
+    """
+    changes = Changes()
+    for command in commands:
+        changes.write(*command)
+    return await run_command_async(term.client, write_command(term, changes))
 
 
 async def read_facts(term: Term, *commands: Sequence[Argument]) -> list[Any]:

@@ -16,7 +16,6 @@ from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.trajectory_names import with_readable_names
 from turnstream.types import SealedTrajectory, TrajectoryDied, TrajectoryKey
-from turnstream_server.ledger.core.run_script import RunScript
 from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import (
     Changes,
@@ -35,7 +34,6 @@ MAX_KEPT_EVENTS: Final = 1_000
 REJECT_SLICE: Final = 25
 """Rejections of one call, whose events are read whole."""
 
-_NOTE_DAMAGE = RunScript("note_damage", "planning", "frontier batches")
 _PAGE: Final = 1_000
 _SEALS_PER_REPLY: Final = 256
 _SEALED: Final = ("sealed", "awaiting_reward")
@@ -206,13 +204,6 @@ async def read_seals(
         read = await asyncio.to_thread(lambda own=records, of=some: list(map(_read_seal, own, of)))
         seals.update(zip(some, read, strict=True))
     return seals
-
-
-async def note_damage(
-    client: redis.asyncio.Redis, run: str, *, step: int, manifest_hash: str, sentence: str
-) -> None:
-    """Record damaged payload of a planned step that a rank was refused, for `turnstream why`."""
-    await _NOTE_DAMAGE.call_async(client, run, step, manifest_hash, sentence)
 
 
 def _read_seal(record: bytes, key: TrajectoryKey) -> SealedTrajectory | RecordError:

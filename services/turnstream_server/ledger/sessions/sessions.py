@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import redis.asyncio
 
-from turnstream.errors import InvalidConfigError
-from turnstream.records.events import decode_event, encode_event
-from turnstream.store.client import keys
-from turnstream.store.client.replies import translating
-from turnstream.types import RecoveryToken, RolledBack, VersionAnnounced
-from turnstream_server.ledger.core.run_script import RunScript
-
-_NEWEST_VERSIONS: Final = 16
-
-_START = RunScript("start_session", "sessions", "frontier batches wake sessions events ranks times")
-_STEPPED = RunScript("stepped", "sessions", "frontier batches wake ranks times")
-_COMMITTED = RunScript("committed", "sessions", "frontier batches times wake ranks")
-_RECORD_RANK = RunScript("record_rank", "sessions", "frontier batches ranks wake")
-_ANNOUNCE = RunScript("announce_version", "sessions", "frontier versions events wake")
+from turnstream.errors import InvalidConfigError, NotReadyError
+from turnstream.records.events import decode_event
+from turnstream.store.client.scripts import Argument
+from turnstream.types import RecoveryToken, VersionAnnounced
+from turnstream_server.ledger.core.frontier import Frontier, parse_frontier
+from turnstream_server.ledger.leadership.leadership import RunClient
+from turnstream_server.ledger.leadership.writes import Difference, read_together, write_result
+from turnstream_server.ledger.sessions import session_writes
+from turnstream_server.ledger.sessions.session_writes import Facts, TrainerRank, TrainerSession
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSession:
-    """A trainer session, with its fencing number, and the run before it."""
+class Stepped(NamedTuple):
+    """The recovery token of a step, and the highest version announced for a step before it.
 
-    session_epoch: int
-    next_step: int
-    lineage: str
-    previous_stepped: int
-    previous_committed: int
+    The version is -1 if there is none.
+    """
 
-    @property
-    def returning_steps(self) -> range:
-        """Batches that were stepped before and will be trained again."""
-        return range(self.next_step, self.previous_stepped + 1)
-
-    @property
-    def is_rollback(self) -> bool:
-        """Whether batches that were committed will be trained again."""
-        return self.next_step <= self.previous_committed
+    token: RecoveryToken
+    version_before: int
 
 
 async def start_session(
@@ -67,31 +51,26 @@ async def start_session(
         raise InvalidConfigError("session", "a trainer session needs a name")
     if dp_world_size < 1:
         raise InvalidConfigError("dp_world_size", f"{dp_world_size} is not at least 1")
-    step, chain_hash = ("", "") if token is None else (token.step, token.chain_hash)
-    record = encode_event(RolledBack(step=step or 0))
-    words = (session, dp_world_size, step, chain_hash, record)
-    epoch, next_step, lineage, stepped, committed = await _START.call_async(client, run, *words)
-    return TrainerSession(
-        session_epoch=epoch,
-        next_step=next_step,
-        lineage=lineage.decode(),
-        previous_stepped=stepped,
-        previous_committed=committed,
+    own = RunClient(client, run)
+    step = 0 if token is None else token.step
+    started, _ = await write_result(
+        own,
+        partial(_read, own, step, ("HGET", "sessions", session)),
+        partial(session_writes.start, session=session, dp_world_size=dp_world_size, token=token),
     )
+    return started
 
 
 async def record_rank(
     client: redis.asyncio.Redis,
     run: str,
+    caller: TrainerRank,
     *,
-    session_epoch: int,
-    dp_rank: int,
     step: int,
     manifest_hash: str,
     has: bool,
-    session: str = "",
-) -> None:
-    """Record that a rank has a batch (`has`), or is about to receive it.
+) -> Frontier:
+    """Record that a rank has a batch (`has`), or is about to receive it; return the frontier.
 
     If it has a batch that the store does not have, its ranks may train different data. Then the
     session is lost, and all its ranks are refused from now on.
@@ -101,24 +80,37 @@ async def record_rank(
         NotReadyError: the requested batch is not in the store any more.
         FencedError: another session has started.
     """
-    words = (session_epoch, session, dp_rank, step, manifest_hash, "has" if has else "gets")
-    await _RECORD_RANK.call_async(client, run, *words)
+    own = RunClient(client, run)
+    frontier, _ = await write_result(
+        own,
+        partial(_read, own, step, ("HGET", "ranks", caller.dp_rank)),
+        partial(session_writes.deliver, caller=caller, manifest_hash=manifest_hash, has=has),
+    )
+    session_writes.check_lost(frontier)
+    return frontier
+
+
+async def note_damage(
+    client: redis.asyncio.Redis, run: str, *, step: int, manifest_hash: str, sentence: str
+) -> None:
+    """Record damaged payload of a planned step that a rank was refused, for `turnstream why`."""
+    own = RunClient(client, run)
+    decide = partial(session_writes.damage, manifest_hash=manifest_hash, sentence=sentence)
+    await write_result(own, partial(_read, own, step), decide)
 
 
 async def acknowledge_stepped(
     client: redis.asyncio.Redis,
     run: str,
+    caller: TrainerRank,
     *,
-    session_epoch: int,
     step: int,
     manifest_hash: str,
-    session: str = "",
-    dp_rank: int = 0,
-) -> RecoveryToken:
-    """Record that a rank took the last update of a step; return its recovery token.
+) -> Stepped:
+    """Record that a rank took the last update of a step.
 
     The step counts once all ranks have called. A repeat, for this or an earlier step, returns the
-    same token. If `session` is set, it must be the name of the epoch's session, here and below.
+    same token.
 
     Raises:
         FencedError: another session has started.
@@ -126,19 +118,23 @@ async def acknowledge_stepped(
         ConflictError: not the next step, or trained from another manifest.
         NotReadyError: another rank has not called yet.
     """
-    words = (session_epoch, step, manifest_hash, session, dp_rank)
-    lineage: bytes = await _STEPPED.call_async(client, run, *words)
-    return RecoveryToken(lineage=lineage.decode(), step=step, chain_hash=manifest_hash)
+    own = RunClient(client, run)
+    lineage, replies = await write_result(
+        own,
+        partial(_read, own, step),
+        partial(session_writes.step, caller=caller, manifest_hash=manifest_hash),
+    )
+    of_all = replies[-1] if replies else await read_together(own, session_writes.VERSIONS)
+    if isinstance(of_all, Difference):
+        rank = of_all.field.removeprefix("stepped:")
+        raise NotReadyError(f"step {step}: dp_rank {rank} has not stepped it")
+    newest = (cast("VersionAnnounced", decode_event(fields[1])) for _, fields in of_all[-1])
+    before = next((each.version for each in newest if each.step < step), -1)
+    return Stepped(RecoveryToken(lineage=lineage, step=step, chain_hash=manifest_hash), before)
 
 
 async def acknowledge_committed(
-    client: redis.asyncio.Redis,
-    run: str,
-    *,
-    session_epoch: int,
-    token: RecoveryToken,
-    session: str = "",
-    dp_rank: int = 0,
+    client: redis.asyncio.Redis, run: str, caller: TrainerRank, token: RecoveryToken
 ) -> None:
     """Record that a rank's part of the checkpoint with this token is on disk.
 
@@ -149,19 +145,20 @@ async def acknowledge_committed(
         StoreBehindError: a rank has the step, or one before it, from another manifest.
         ConflictError: its step is not stepped, or was trained from another manifest.
     """
-    words = (session_epoch, token.step, token.chain_hash, session, dp_rank)
-    await _COMMITTED.call_async(client, run, *words)
+    own = RunClient(client, run)
+    await write_result(
+        own,
+        partial(_read, own, token.step, ("HGET", "ranks", f"committed:{caller.dp_rank}")),
+        partial(session_writes.commit, caller=caller, chain_hash=token.chain_hash),
+    )
 
 
 async def announce_version(
-    client: redis.asyncio.Redis,
-    run: str,
-    announced: VersionAnnounced,
-    *,
-    session_epoch: int,
-    session: str = "",
+    client: redis.asyncio.Redis, run: str, caller: TrainerRank, announced: VersionAnnounced
 ) -> None:
     """Announce new weights to generators and the planner; a repeat changes nothing.
+
+    An empty lineage is replaced by that of the run.
 
     From the first announcement of a session on, groups are admitted after the announcement of a
     step: see `turnstream.batching.fold.capacity`.
@@ -172,37 +169,31 @@ async def announce_version(
     """
     if announced.version < 0:
         raise InvalidConfigError("version", f"{announced.version} is below 0")
-    record = encode_event(announced)
-    words = (session_epoch, announced.version, record, session, announced.lineage, announced.step)
-    await _ANNOUNCE.call_async(client, run, *words)
+    own = RunClient(client, run)
+    entry_id = f"{announced.version + 1}-0"
+
+    async def read() -> Facts:
+        facts = await _read(own, 0, ("XRANGE", "versions", entry_id, entry_id))
+        entries: Any = facts.noted
+        return facts._replace(noted=entries[0][1][1] if entries else None)
+
+    await write_result(
+        own, read, partial(session_writes.announce, caller=caller, announced=announced)
+    )
 
 
-async def newest_version(client: redis.asyncio.Redis, run: str) -> VersionAnnounced | None:
-    """The highest version announced so far; None before the first.
-
-    Raises:
-        CorruptRecordError: the stored bytes are damaged.
-    """
-    versions = keys.run_keys(run).versions
-    with translating():
-        entries: Any = await client.execute_command("XREVRANGE", versions, "+", "-", "COUNT", 1)
-    if not entries:
-        return None
-    return cast("VersionAnnounced", decode_event(entries[0][1][b"r"]))
-
-
-async def version_before(client: redis.asyncio.Redis, run: str, step: int) -> int:
-    """Return the highest version announced for a step before this one; -1 if there is none.
-
-    Only the newest few versions are read: a step has one, as a rule.
-
-    Raises:
-        CorruptRecordError: the stored bytes are damaged.
-    """
-    versions = keys.run_keys(run).versions
-    with translating():
-        entries: Any = await client.execute_command(
-            "XREVRANGE", versions, "+", "-", "COUNT", _NEWEST_VERSIONS
-        )
-    found = (cast("VersionAnnounced", decode_event(fields[b"r"])) for _, fields in entries)
-    return next((each.version for each in found if each.step < step), -1)
+async def _read(
+    own: RunClient, step: int, noted: tuple[str, str, *tuple[Argument, ...]] | None = None
+) -> Facts:
+    """Return the facts about a call for a step; a command reads the record of the call."""
+    now_ms, fields, batch, newest, *known = await read_together(
+        own,
+        ("HGETALL", "frontier"),
+        ("HGET", "batches", step),
+        ("XREVRANGE", "versions", "+", "-", "COUNT", 1),
+        *([] if noted is None else [noted]),
+    )
+    stored = dict(zip(fields[::2], fields[1::2], strict=True))
+    frontier = parse_frontier(own.run, stored)
+    newest_id = newest[0][0].decode() if newest else "0-0"
+    return Facts(now_ms, frontier, stored, step, batch, newest_id, *known)

@@ -3,6 +3,7 @@
 -- KEYS  model
 -- ARGV  worker, ms of the lease
 -- Reply {acquired, epoch, next, covered, checkpoint}, {held, worker, ms left}, {unknown} or {ended}
+-- include: turnstream.store.run/server_time.lua
 local state = redis.call('HMGET', KEYS[1],
   'epoch', 'worker', 'lease_ms', 'leased_ms', 'ended', 'next', 'covered', 'checkpoint')
 if not state[1] then
@@ -11,8 +12,7 @@ end
 if state[5] then
   return {'ended'}
 end
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local now = server_ms()
 local left = tonumber(state[3] or 0) - now
 if state[2] and state[2] ~= ARGV[1] and left > 0 then
   if left > tonumber(state[4]) then

@@ -2,6 +2,7 @@
 -- KEYS  model, commands, bodies
 -- ARGV  `create <fingerprint>`, content, then names and values of the record
 -- Reply {created, server ms of the creation}, also for a repeated call; {conflict} or {ended}
+-- include: turnstream.store.run/server_time.lua
 local known = redis.call('HMGET', KEYS[1], 'created_ms', 'ended')
 if known[2] then
   return {'ended'}
@@ -12,8 +13,7 @@ if known[1] then
   end
   return {'created', tonumber(known[1])}
 end
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local now = server_ms()
 redis.call('HSET', KEYS[1], 'next', 0, 'submitted', 0, 'covered', -1, 'epoch', 0,
   'created_ms', now, 'last_request_ms', now, unpack(ARGV, 3))
 redis.call('HSET', KEYS[2], '0', ARGV[1])

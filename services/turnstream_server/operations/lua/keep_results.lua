@@ -4,8 +4,8 @@
 -- ARGV  ms from now on, 1 if an earlier time stays, then request ids
 -- Reply number of request ids
 -- Runs also when the server is full: results that are dropped free memory.
-local now = redis.call('TIME')
-local due = now[1] * 1000 + math.floor(now[2] / 1000) + ARGV[1]
+-- include: turnstream.store.run/server_time.lua
+local due = server_ms() + ARGV[1]
 for place = 3, #ARGV do
   if ARGV[2] == '1' then
     redis.call('ZADD', KEYS[1], 'LT', due, ARGV[place])

@@ -3,6 +3,7 @@
 -- ARGV  number, `<kind> <fingerprint>`, content, result of a refused operation or '', most numbers
 --       after the one that runs next
 -- Reply {accepted}, {repeated}, {conflict}, {unknown}, {ended, reason} or {ahead, next}
+-- include: turnstream.store.run/server_time.lua
 local state = redis.call('HMGET', KEYS[1], 'next', 'submitted', 'ended')
 if not state[1] then
   return {'unknown'}
@@ -26,6 +27,5 @@ end
 if number > tonumber(state[2]) then
   redis.call('HSET', KEYS[1], 'submitted', number)
 end
-local now = redis.call('TIME')
-redis.call('HSET', KEYS[1], 'last_request_ms', now[1] * 1000 + math.floor(now[2] / 1000))
+redis.call('HSET', KEYS[1], 'last_request_ms', server_ms())
 return {'accepted'}

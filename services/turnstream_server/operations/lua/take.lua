@@ -10,6 +10,7 @@
 
 -- include: check_worker.lua
 -- include: skip_finished.lua
+-- include: turnstream.store.run/server_time.lua
 -- include: turnstream.store.run/slices.lua
 
 local submitted = tonumber(state[4])
@@ -19,8 +20,7 @@ if not entry then
   if submitted < first then
     return {'idle'}
   end
-  local time = redis.call('TIME')
-  local now = time[1] * 1000 + math.floor(time[2] / 1000)
+  local now = server_ms()
   if tonumber(state[5] or -1) ~= first then
     redis.call('HSET', KEYS[1], 'gap_seq', first, 'gap_ms', now)
     return {'gap', first, tonumber(ARGV[3])}

@@ -22,6 +22,7 @@ from turnstream_server.gateway.rest.caller import Caller, Known, RunName, Train
 from turnstream_server.gateway.rest.held import MAX_WAIT_S, while_connected
 from turnstream_server.gateway.rest.problems import Reason, named_reasons
 from turnstream_server.ledger.core.frontier import read_frontier_async
+from turnstream_server.ledger.sessions.session_writes import TrainerRank
 from turnstream_server.ledger.sessions.sessions import announce_version
 
 router = APIRouter(tags=["versions"], route_class=SmallBodyRoute)
@@ -134,13 +135,8 @@ async def post_version(run: RunName, new: NewVersion, caller: Train) -> Version:
         weights_uri=checked_setting(new.weights_uri, field="weights_uri"),
     )
     epoch = frontier.session_epoch if new.session_epoch is None else new.session_epoch
-    await announce_version(
-        caller.client,
-        run_id,
-        announced,
-        session_epoch=epoch,
-        session=checked_setting(new.session, field="session"),
-    )
+    rank = TrainerRank(epoch, checked_setting(new.session, field="session"))
+    await announce_version(caller.client, run_id, rank, announced)
     return Version.model_validate(announced)
 
 

@@ -1,15 +1,13 @@
 #!lua flags=allow-oom
 -- Deletes a run at once, but for its payload. The ledger, which leads to the payload, is renamed,
--- and a tombstone remains. The next run of the name gets other keys. A repeat changes nothing.
---
--- From here on no script writes to the run: it finds neither frontier nor config (NORUN), and
--- neither leader nor ledger entry (FENCED). Runs also when the server is full.
+-- and a tombstone remains. A repeat changes nothing. From here on no script writes to the run: it
+-- finds neither frontier nor config (NORUN), and neither leader nor ledger entry (FENCED). Runs also
+-- when the server is full.
 --
 -- Keys: as below, then all other keys of the run, which are removed
 -- Arguments: ARGV[1] shortest fence in ms    ARGV[2] leases that it is long at least
 --            ARGV[3] number of this run among those of its name
 -- Reply:     ms for which late writers are fenced; 0 where the deletion was done before
--- Errors:    NORUN  no such run
 
 local MOST_REVISIONS = 256  -- the newest in force; no writer has a lease of an earlier one
 local DELETED, WAKE, LEDGER, DOOMED, FRONTIER, CONFIG, INCARNATION = unpack(KEYS)

@@ -1,6 +1,5 @@
 #!lua
--- Creates a run that continues after a committed step of another run, all or nothing. A repeat
--- changes nothing.
+-- Creates a run that continues after a committed step of another run. A repeat changes nothing.
 --
 -- Arguments:
 --   ARGV[1] "<origin>:<step>:<trajectories planned up to it>:<manifest hash>"
@@ -8,9 +7,7 @@
 --   ARGV[5] the highest version that may not be announced again, -1 for none
 --   ARGV[6] the snapshot      ARGV[7] number of the new run among those of its name
 --   ARGV[8...] two per version: it, its record
--- Reply:     1, or 0 where it was made before; a negative reply is the negated number of the run
---            that may be created in place of this one
--- Errors:    CONFLICT  there is another run of the name
+-- Reply:     1, or 0 where it was made before; below 0 as in create_run.lua
 
 local FRONTIER, CONFIG, COUNTS, BATCHES, SNAPSHOT, VERSIONS, CLOCK, INCARNATION =
   unpack(KEYS)

@@ -4,9 +4,7 @@
 -- Arguments: ARGV[1] id of the entry before the first    ARGV[2] entries, at most
 --            ARGV[3] bytes of all fields, at most; the first entry is always returned
 --            ARGV[4] bytes of one entry, at most; a longer entry is returned without field r
--- Reply:     per entry, in order: {its id, field r, field t, bytes of all its fields}; nil stands
---            for
---            a field that is missing or omitted
+-- Reply:     per entry: {its id, field r, field t, bytes of all its fields}; nil for a missing field
 
 local EVENTS = KEYS[1]
 local ID_BYTES = 600  -- more than any id of a trajectory has

@@ -1,13 +1,14 @@
 #!lua flags=allow-oom
--- Writes what the leader of a run has decided, all or nothing, if the store still holds the facts
--- of the decision. Runs also when the server is full: only plans and endings lead to releases.
+-- Writes what a leader or a trainer session has decided, all or nothing, if the store still holds the
+-- facts of the decision. Runs also when the server is full: only plans and endings lead to releases.
 --
 -- Arguments:
---   ARGV[1] leader epoch
+--   ARGV[1] leader epoch, "" for a caller that need not lead
 --   ARGV[2...] calls, each: its name, the number of its key in KEYS, the number of its words, words.
 --              First the facts that must hold:
 --                FIELDS  field, "=" and its value, or "" where it is missing; ...
 --                PREFIX  the beginning of each value, field, ...
+--                LEAST   the lowest value of each field, field, ...
 --                SIZE    HLEN or ZCARD, and the number of the fields or members of the key
 --                SCORE   member of a sorted set, its score
 --                NEWEST  id of the newest entry of a stream, "0-0" where it is empty
@@ -16,15 +17,16 @@
 --                EXTEND  field, bytes that are added to the end of its value; ...
 --                CUT     id: removes the entries of a stream from this one on. The next entry may
 --                        have a lower id than they had
--- Reply:     {1, the reply of each command}, or {0, key, field, its value or false} of the first fact
+-- Reply:     {time in ms, the reply of each command}, or {0, key, field, its value or false} of the first fact
 --            that does not hold: nothing was written
 -- Errors:    FENCED  another planner leads the run
 
 local LEADER = KEYS[1]
 
-if redis.call('HGET', LEADER, 'epoch') ~= ARGV[1] then
+if ARGV[1] ~= '' and redis.call('HGET', LEADER, 'epoch') ~= ARGV[1] then
   return redis.error_reply('FENCED another planner leads the run, not epoch ' .. ARGV[1])
 end
+-- include: turnstream.store.run/server_time.lua
 -- include: turnstream.store.run/slices.lua
 -- include: turnstream.store.run/whole_numbers.lua
 
@@ -75,13 +77,26 @@ function FACTS.FIELDS(key, first, last)
   end
 end
 
-function FACTS.PREFIX(key, first, last)
-  local prefix, fields = ARGV[first], words(first + 1, last)
+local function each_value(key, first, last, holds)
+  local fields = words(first + 1, last)
   for i, found in ipairs(read_sliced('HMGET', key, fields)) do
-    if string.sub(found or '', 1, #prefix) ~= prefix then
+    if not holds(found or '') then
       return {0, key, fields[i], found}
     end
   end
+end
+
+function FACTS.PREFIX(key, first, last)
+  local prefix = ARGV[first]
+  return each_value(key, first, last, function(found)
+    return string.sub(found, 1, #prefix) == prefix
+  end)
+end
+
+function FACTS.LEAST(key, first, last)
+  return each_value(key, first, last, function(found)
+    return (tonumber(found) or -1) >= tonumber(ARGV[first])
+  end)
 end
 
 function FACTS.SIZE(key, first, last)
@@ -128,7 +143,7 @@ end)
 if refusal then
   return refusal
 end
-local replies = {1}
+local replies = {server_ms()}
 each_call(function(name, key, first, last)
   if name == 'ENTRY' then
     redis.call('HSET', key, ARGV[first], replies[#replies])

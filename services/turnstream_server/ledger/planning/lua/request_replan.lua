@@ -1,10 +1,7 @@
 #!lua flags=allow-oom
--- Requests that the leader of a run plans again from the first damaged step on, if no request is
--- pending.
---
+-- Requests a replan, if no request is pending.
 -- Arguments: ARGV[1] name of the request
 -- Reply:     the name of the pending request
--- Errors:    NORUN  no such run
 
 local FRONTIER, WAKE = unpack(KEYS)
 if redis.call('EXISTS', FRONTIER) == 0 then

@@ -1,12 +1,7 @@
 #!lua flags=no-writes
 -- Reads the counts of a run's ledger at one time.
---
--- Reply:
---   {trajectories of all batches up to stepped; up to committed; up to the newest planned;
---    counts as a flat list of state, number; {conflicts, the last of them}}. An entry of a step
---    that
---    is damaged is false
--- Errors:    NORUN  no such run
+-- Reply: {trajectories of all batches up to stepped; up to committed; up to the newest planned, each
+--         false where its entry is damaged; counts as a flat list; {conflicts, the last of them}}
 
 local FRONTIER, BATCHES, COUNTS, CONFLICTS = unpack(KEYS)
 local steps = redis.call('HMGET', FRONTIER, 'stepped', 'committed', 'planned')

@@ -1,17 +1,12 @@
 #!lua
--- Declares an observer of a run, or resumes one. An expired one restarts, and receives the first
--- step that it missed, until it has seen another one.
+-- Declares an observer of a run, or resumes one: see declare_observer in observers.py. An expired one
+-- receives the first step that it missed, until it has seen another one.
 --
--- Arguments:
---   ARGV[1] name    ARGV[2] first step of a new observer, 0 for the one after the last stepped
---   ARGV[3] expiry in ms    ARGV[4] owner of the caller's key    ARGV[5] 1 if it may use any observer
---   ARGV[6] limit of observers of an owner    ARGV[7] limit of observers of the run
+-- Arguments: ARGV[1] name    ARGV[2] first step of a new observer, 0 for the one after the last stepped
+--            ARGV[3] expiry in ms    ARGV[4] owner of the caller's key
+--            ARGV[5] 1 if it may use any observer
+--            ARGV[6] limit of observers of an owner    ARGV[7] limit of observers of the run
 -- Reply:     {the next step that it has not seen; the first step that it missed, 0 for none}
--- Errors:
---   NORUN     no such run
---   CONFLICT  the observer belongs to another owner
---   INVALID   too many observers, or a first step after the next one to plan
---   RELEASED  its first step is no longer retained
 
 local FRONTIER, OBSERVERS, CLOCK, WAKE = unpack(KEYS)
 
@@ -24,7 +19,6 @@ if not stepped then
   return redis.error_reply('NORUN no such run')
 end
 
--- Return why no further observer may be declared; nil if one may.
 local function why_too_many()
   local num_own, num_live = 0, 0
   for _, entry in ipairs(redis.call('HVALS', OBSERVERS)) do

@@ -1,17 +1,12 @@
 #!lua flags=allow-oom
--- Records that an observer is alive, and its newest seen step. A request for a further step,
--- without having seen the one before, does not count as alive: prefetch may run while the observer
--- hangs.
+-- Records that an observer is alive, and its newest seen step: see note_observed in observers.py. A
+-- request for a further step, without having seen the one before, does not count as alive: prefetch
+-- may run while the observer hangs.
 --
--- Arguments:
---   ARGV[1] name    ARGV[2] newest step seen; a lower one than before changes nothing
---   ARGV[3] the requested step; 0 for none
---   ARGV[4] owner of the caller's key    ARGV[5] 1 if it may use any observer
+-- Arguments: ARGV[1] name    ARGV[2] newest step seen; a lower one than before changes nothing
+--            ARGV[3] the requested step; 0 for none
+--            ARGV[4] owner of the caller's key    ARGV[5] 1 if it may use any observer
 -- Reply:     its expiry in ms
--- Errors:
---   EXPIRED   it was silent for longer than its expiry, was removed, or was never declared
---   CONFLICT  it belongs to another owner
---   BEHIND    the step that it has seen is not planned
 
 local FRONTIER, OBSERVERS, CLOCK = unpack(KEYS)
 

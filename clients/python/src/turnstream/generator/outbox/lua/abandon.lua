@@ -1,14 +1,11 @@
 #!lua flags=allow-oom
--- Abandons an open trajectory, with a reason. Its sample may be tried again as another attempt.
---
--- Runs also when the server is full: giving up makes room.
+-- Abandons an open trajectory. Its sample may be tried again as another attempt. Runs also when the
+-- server is full: that frees memory.
 --
 -- Arguments: ARGV[1] trajectory id    ARGV[2] "<lease epoch>:<writer>", or the epoch alone
 --            ARGV[3] reason    ARGV[4] the record
 -- Reply:     1, or 0 where it was abandoned already, or its group was decided without it
--- Errors:
---   FENCED    never opened, or open with another epoch
---   CONFLICT  fact: the state; sealed, or further on
+-- Errors:    CONFLICT, fact: the state; sealed, or further on
 
 local LEDGER, COUNTS, EVENTS, LEASES = unpack(KEYS)
 local entry = redis.call('HGET', LEDGER, ARGV[1])

@@ -1,9 +1,7 @@
 #!lua
--- Stores turns of a trajectory, and its seal if it is among the records, all or nothing. Records that
--- are stored already, by their CRC (the last four bytes), are skipped.
---
--- The first call of a writer creates the keys; its first argument contains the writer. Every other
--- call finds its own epoch there, or is refused.
+-- Stores turns of a trajectory, and its seal if it is among the records, all or nothing. Records
+-- that are stored already, by their CRC (the last four bytes), are skipped. The first call of a
+-- writer creates the keys; every other call finds its own epoch there, or is refused.
 --
 -- A trajectory is adopted in two slots: first in the ledger (adopt.lua), then here, by a first
 -- call with the higher epoch, which may carry no record. Only then the new writer (B) reads the turns
@@ -26,17 +24,10 @@
 --   ARGV[1] "<lease epoch>:<writer>" in the first call, later "<lease epoch>/<writer>", or the epoch
 --           alone. A store that lost an adoption may return its epoch to another writer: if two have
 --           the same epoch, the one whose first call came first is right
---   ARGV[2] index of the first turn, from 0
---   ARGV[3] "1" if the last record is the seal, else "0"
+--   ARGV[2] index of the first turn    ARGV[3] "1" if the last record is the seal, else "0"
 --   ARGV[4...] records; there may be none
 -- Reply: the number of records that were stored by this call
--- Errors:
---   FENCED    the keys do not exist, another epoch or writer has them, or the payload was released
---             (fact: released, unless the trajectory was abandoned)
---   CONFLICT  another writer has the same epoch; a turn or the seal is there with another content; or
---             there are turns after the seal
---   GAP       fact: k; turn k is missing
---   TOOLARGE  its turns would have more than MOST_BYTES; nothing was written
+-- Facts of errors: FENCED [released], unless the trajectory was abandoned. GAP [the missing turn]
 
 local TURNS, META = unpack(KEYS)
 local MOST_BYTES = 48 * 1024 * 1024  -- of all turns: a reader takes them in one reply

@@ -1,10 +1,7 @@
 #!lua flags=allow-oom
--- Counts a write that was refused because its key has another content. The script that refuses it
--- may stand in the slot of a trajectory, and cannot count for the run. A call that is repeated after
--- a lost answer counts again.
---
+-- Counts a write that was refused because its key has another content: the script that refuses it
+-- may stand in the slot of a trajectory, and cannot count for the run.
 -- Arguments: ARGV[1] trajectory id    ARGV[2] why it was refused
--- Reply:     1
 
 local CONFLICTS = KEYS[1]
 

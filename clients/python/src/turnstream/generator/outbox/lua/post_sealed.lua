@@ -1,17 +1,13 @@
 #!lua flags=allow-oom
--- Tells the run of sealed trajectories, each of which counts only while the ledger says that it is
--- open with the epoch that sealed it. Their payload must have been acknowledged before.
---
--- Runs also when the server is full: without these few bytes nothing could ever be released.
+-- Posts stored seals to the run. Each counts only while the ledger has its trajectory open with the
+-- epoch that sealed it. Runs also when the server is full: nothing is released without these bytes.
 --
 -- Arguments: ARGV[1...] three per trajectory: its id; "<lease epoch>:<awaits>/<bytes>:<writer>"; the
 --            trajectory_sealed record. <awaits> is "awaits" if the reward is posted later, else empty.
 --            <bytes> is the size of its stored records; without "/<bytes>" the reservation stays.
 --            Without ":<writer>" the epoch alone is compared. ":<awaits>" may be missing if both are
--- Reply: per trajectory, in order: "OK", "DUPLICATE" (it had been posted), "SURPLUS" (its group was
---        decided without it), or why not: "FENCED ...", with the fact unknown where the
---        ledger does not have it
--- Errors: INVALID  an epoch, or a record, is missing: nothing was written
+-- Reply: per trajectory: "OK", "DUPLICATE", "SURPLUS" (its group was decided without it), or
+--        "FENCED ...", with the fact unknown where the ledger does not have it
 
 local LEDGER, COUNTS, GROUPS, EVENTS, LEASES, DEADLINES, CONFIG, HELD, BUDGET, CLOCK = unpack(KEYS)
 local OVERHEAD = 4096  -- of keys, ledger entry, lease and events of a trajectory
@@ -70,7 +66,6 @@ local usual, settled = unpack(redis.call('HMGET', BUDGET, 'estimate', 'settled')
 usual, settled = tonumber(usual or 0), tonumber(settled or 0)
 local reserved, stored = 0, 0
 
--- Replace the reservation of a trajectory by its size, if its writer sent the size.
 local function settle(id, size)
   local held = tonumber(string.match(redis.call('HGET', HELD, id) or '', '^r(%d+)$'))
   if not held then

@@ -1,15 +1,10 @@
 #!lua
--- Appends prompts to those of a run. The same prompts again change nothing.
+-- Appends prompts to those of a run. The same prompts again change nothing. A finished prompt is not
+-- compared: its content is deleted.
 --
--- Arguments:
---   ARGV[1] number of the first of them, from 1    ARGV[2] their largest num_samples
---   ARGV[3...] records: "<num_samples>/<num_needed>:<encoded prompt_uid>:<payload>"
--- Reply: number of prompts ever added to the run
--- Errors:
---   NORUN     no such run
---   CLOSED    new prompts for a closed run
---   CONFLICT  a prompt with one of these numbers has another content, or one before them is missing.
---             A finished prompt is not compared: its content is deleted
+-- Arguments: ARGV[1] number of the first of them, from 1    ARGV[2] their largest num_samples
+--            ARGV[3...] records: "<num_samples>/<num_needed>:<encoded prompt_uid>:<payload>"
+-- Reply:     number of prompts ever added to the run
 
 local FRONTIER, PROMPTS, WAKE = unpack(KEYS)
 local FIRST = 3

@@ -1,17 +1,13 @@
 #!lua
--- Makes another writer the owner of an open trajectory whose lease has ended, with the next lease epoch.
---
--- The old writer's seal and its abandoning no longer fit the epoch. Its turns are refused once the new
--- writer's first append, which may be empty, has raised the epoch of the payload: see append.lua. The
--- owner itself gets its trajectory with the epoch that it has.
+-- Makes another writer the owner of an open trajectory whose lease has ended, with the next lease
+-- epoch: see append.lua. The owner itself gets its trajectory with the epoch that it has.
 --
 -- Arguments: ARGV[1] trajectory id    ARGV[2] the new writer
 -- Reply:     {its lease epoch; num_samples of its group}
 -- Errors:
---   NORUN     no such run
---   HELD      fact: ms left; the lease of its writer has not ended
+--   HELD      fact: ms left of the lease of its writer
 --   CONFLICT  fact: unknown, where it was never opened; its state, where it is no longer open;
---             group, where its group is decided or over
+--             group, where its group is decided or finished
 
 local LEDGER, LEASES, CONFIG, GROUPS = unpack(KEYS)
 -- include: lease_end.lua

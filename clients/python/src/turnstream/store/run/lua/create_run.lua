@@ -1,10 +1,8 @@
 #!lua
 -- Creates a run. The same config again changes nothing.
---
 -- Arguments: ARGV[1] config as JSON    ARGV[2] number of this run among those of its name
--- Reply:     the config revision, an integer; below 0, the number of the run that may be created in
---            place of this one, negated
--- Errors:    CONFLICT  the run exists with another config
+-- Reply:     the config revision; below 0, the number of the run that may be created in place of this
+--            one, negated
 
 local FRONTIER, CONFIG, COUNTS, CLOCK, INCARNATION = unpack(KEYS)
 local number = tonumber(redis.call('GET', INCARNATION) or 1)

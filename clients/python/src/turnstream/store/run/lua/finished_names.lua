@@ -1,10 +1,7 @@
 #!lua flags=allow-oom
--- Part of next_task, open_group, post_reward and read_group: the names of
--- groups that are finished and no longer in `groups`.
---
--- Needs OVER, a key:  hash  bucket -> fingerprints
--- Gives is_finished_name(name); true also of about one other name in 10^12. The leader adds the names:
---       see fingerprint_of in release_writes.py.
+-- Included: is_finished_name(name), whether a group of this name is finished and no longer in `groups`;
+-- true also of about one other name in 10^12. OVER is the key `over`: bucket -> fingerprints, which
+-- the leader adds, see fingerprint_of in release_writes.py.
 --
 -- A fingerprint is the first 8 bytes of the SHA-1 of the name. Its bucket is the first 3 hex digits:
 -- 4,096 buckets, so a lookup reads 2 KB at a million groups.

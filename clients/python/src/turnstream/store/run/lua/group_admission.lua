@@ -1,23 +1,15 @@
 #!lua
--- Part of open_group: whether a new group may be opened now, and its first entries.
+-- Included by open_group: whether a new group may be opened now, and its first entries.
 --
--- A group to train needs capacity, by the rule of batching/fold/capacity.py: at most planned_groups +
--- (max_staleness + trained + 1 - planned) * batch_groups groups may ever have been opened; groups that were
--- dropped untrained do not count. At most max_open_groups are open at once, where the run has such a bound.
--- `trained` is the result of admitting_step: if the trainer announces versions, the step of the newest one. A
--- paused run admits none. A group to evaluate needs bytes alone.
---
--- The bytes are those of its samples at the usual size: in the run's budget, and in the server's memory without
--- a reserve. A group that a starving trainer waits for may exceed any budget, and have half of the reserve.
--- They are reserved for all samples at once, and topped up in reserve.lua. Why that cannot deadlock:
--- docs/decisions/0018-byte-budgets.md. A group that its writer opened before, and that a restarted store has
--- lost, needs capacity only.
+-- A group to train needs capacity, by the rule of batching/fold/capacity.py, where `trained` is the result of
+-- admitting_step. A group to evaluate needs bytes alone: those of its samples at the usual size, in the run's
+-- budget, and in the server's memory without a reserve. A group that a starving trainer waits for may exceed any
+-- budget, and have half of the reserve. Why that cannot deadlock: docs/decisions/0018-byte-budgets.md. A group
+-- that its writer opened before, and that a restarted store has lost, needs capacity only.
 --
 -- The group of a prompt records that the prompt is being sampled. A restarted store may have lost that: the
 -- prompts before it that were not given out are given out again. The group is refused where the store knows
 -- the prompt as another group: else it would be trained twice.
---
--- Needs the arguments of open_group, and `samples`, `needed`, `again`, `begins` and `number` of ARGV[2].
 
 -- include: server_time.lua
 
@@ -30,7 +22,6 @@ local function usual_bytes()
   return math.max(LEAST_ESTIMATE, tonumber(redis.call('HGET', BUDGET, 'estimate') or FIRST_ESTIMATE))
 end
 
--- Why no group may be opened to train now; nil where one may.
 local function shortage()
   if paused then
     return 'the run is paused' .. (paused == '' and '' or ': ' .. paused)
@@ -53,7 +44,6 @@ local function shortage()
   end
 end
 
--- Returns a function of the name of a number in INFO memory; 0 if it is unknown.
 local function server_memory()
   local info = redis.pcall('INFO', 'memory')
   return function(name)
@@ -61,7 +51,7 @@ local function server_memory()
   end
 end
 
--- Code and reason where a new group may not have its bytes; nil where it may.
+-- The code and the reason.
 local function byte_refusal(usual)
   local most, bytes = config.max_bytes or 0, samples * usual
   local of_server = server_memory()
@@ -109,7 +99,6 @@ local function read_prompt()
   return is_known, redis.call('ZSCORE', AGAIN, number), tonumber(last or 0)
 end
 
--- The reply where a new group may not be opened; nil where it may.
 local function group_refusal(usual, is_new_prompt, last_prompt)
   if is_finished_name(NAME) then
     return redis.error_reply('CONFLICT [name] group ' .. NAME .. ' is finished: a name is used once')
@@ -144,7 +133,6 @@ local function group_refusal(usual, is_new_prompt, last_prompt)
   end
 end
 
--- Records that the prompt of a new group is being sampled.
 local function start_prompt(is_repeated, last_prompt)
   if is_repeated then
     redis.call('ZREM', AGAIN, number)

@@ -1,13 +1,11 @@
 #!lua
--- Part of open_group: which samples of a group may be opened, and how.
+-- Included by open_group: which samples of a group may be opened, and how.
 --
 -- A script that decides a group reads and ends every attempt of it. So samples, attempts and the bytes of the
 -- name are limited together: see most_samples in groups.py. Attempt 0 of every sample is known with its group,
 -- and a further one by its ledger entry or a granted refill. A known one may be opened, and the next one up to
 -- the limit. A writer that has opened its attempt before may repeat that: the store may have lost the attempts
 -- before it.
---
--- Needs the arguments of open_group, and `samples`, `needed`, `again`, `exclusive` and `begins` of ARGV[2].
 
 local MOST_GROUP_BYTES = 524288
 local LEAST_NAME_BYTES = 128
@@ -46,7 +44,6 @@ local function is_known(id)
   return redis.call('HEXISTS', LEDGER, id) == 1 or redis.call('ZSCORE', REFILLS, id)
 end
 
--- Why an attempt may not be opened; nil where each may.
 local function why_no_attempt(most)
   local named = {}
   for i, id in ipairs(ids) do
@@ -68,7 +65,7 @@ local function why_no_attempt(most)
   end
 end
 
--- The reply for a sample that the ledger has; nil where its writer gets it again.
+-- nil where its writer gets it again.
 local function refusal_of(id, entry)
   local writer = string.match(entry, '^open:%d+:(.*)$')
   if writer == WRITER and exclusive == '' then
@@ -94,7 +91,6 @@ local function reserve_more(opened, bytes)
   end
 end
 
--- Records the highest attempt of a group, where it is higher than before.
 local function raise_highest(highest, members)
   local before, rest = string.match(members or needed .. ':0:0:', '^%d+:(%d+)(:.*)$')
   if highest > tonumber(before) then

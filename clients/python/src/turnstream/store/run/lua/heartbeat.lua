@@ -1,16 +1,11 @@
 #!lua flags=allow-oom
--- Renews the leases of a writer's open trajectories, and reports which of them it has lost.
---
--- A lease that has ended is renewed too, as long as the trajectory is open with the writer's epoch: no
--- other writer has adopted it.
---
--- Runs also when the server is full: a writer loses no trajectory for want of memory.
+-- Renews the leases of a writer's open trajectories, also ended ones, and reports which of them it
+-- has lost. Runs also when the server is full: a writer loses no trajectory for want of memory.
 --
 -- Arguments: ARGV[1...] two per trajectory: its id; "<lease epoch>:<writer>", since a store that lost
 --            a take-over may have given its epoch to another writer
--- Reply: {lease in ms; then per trajectory, in order: "OK", or "FENCED [<state>] <why>"; the state is
---         unknown if the ledger does not have it, and missing if another writer has it}
--- Errors:    NORUN  no such run
+-- Reply: {lease in ms; then per trajectory: "OK", or "FENCED [<state>] <why>"; the state is unknown if
+--         the ledger does not have it, and missing if another writer has it}
 
 local LEDGER, LEASES, CONFIG = unpack(KEYS)
 -- include: lease_end.lua

@@ -1,14 +1,10 @@
 #!lua
--- Part of open_group, heartbeat, adopt and list_lapsed: when a lease that begins now ends.
+-- Included: lease_end(now_ms, lease_ms), and new_lease(), the time now, the length and the end of a
+-- lease that begins now, in ms of server time; nil where there is no run. CONFIG is the key `config`.
 --
 -- After lease_s was lowered, no lease ends before every writer knows it: a writer asks within a third of
 -- the length that it knows. A floor that is further away than it ever was is from before the clock was
 -- set back.
---
--- Needs CONFIG  a key, hash  read: lease_floor, "<ms of server time>:<ms until then, when it was set>"
--- Gives lease_end(now_ms, lease_ms), an integer, and
---       new_lease(): the time now, the length and the end of a lease that begins now, all in ms of
---       server time; nil where there is no run.
 
 -- include: server_time.lua
 

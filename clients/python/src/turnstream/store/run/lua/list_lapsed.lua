@@ -4,11 +4,9 @@
 -- A lease that ends later than one that begins now is from before the clock was set back: some of them
 -- are cut here to that length. None has ended by a time that the clock has not reached again.
 --
--- Arguments:
---   ARGV[1] leases that ended at this time or before, ms of server time; "" for now
---   ARGV[2] how many at most
--- Reply: a flat list, two per trajectory: its id, its ledger entry
--- Errors:    NORUN  no such run
+-- Arguments: ARGV[1] leases that ended at this time or before, ms of server time; "" for now
+--            ARGV[2] how many at most
+-- Reply:     two per trajectory: its id, its ledger entry
 
 local LEDGER, LEASES, CONFIG = unpack(KEYS)
 -- include: lease_end.lua

@@ -5,16 +5,13 @@
 --
 -- Arguments:
 --   ARGV[1] "refill" for refills alone, also of a closed run; else ""
---   ARGV[2] tasks to pass over: a caller that lost a task to another one asks for a later one; 0 by
---           default. Beyond the last task it counts from the first one
+--   ARGV[2] tasks to pass over: a caller that lost a task to another one asks for a later one. Beyond
+--           the last task it counts from the first one
 -- Reply:
 --   {"TASK"; number of the prompt, 0 without one; group name; num_samples; num_needed; prompt_uid of a
 --    refill; payload; trajectory id of a refill, empty for a new group}
---   or {"WAIT" or "EXHAUSTED"; wake id; why}: ask again when wake has a newer entry. EXHAUSTED: all
---   prompts are done
--- Errors:
---   NORUN     no such run
---   CLOSED    the run is closed, and no refill will come
+--   or {"WAIT" or "EXHAUSTED"; wake id; why}: ask again when wake has a newer entry
+-- Errors:    CLOSED  the run is closed, and no refill will come
 
 local PROMPTS, TASKS, AGAIN, FRONTIER, CONFIG, GROUPS, LEDGER, WAKE, MEMBERS, REFILLS,
   OVER = unpack(KEYS)
@@ -57,7 +54,6 @@ local function next_refill()
   return {'TASK', number, name, samples, needed or samples, uid or '', payload, id}
 end
 
--- Number of the next prompt; else a reply that says why there is none.
 local function next_number()
   local found = redis.call('HMGET', PROMPTS, 'added', 'next', 'done')
   local added, last, done = tonumber(found[1] or 0), tonumber(found[2] or 0), tonumber(found[3] or 0)

@@ -1,33 +1,22 @@
 #!lua flags=allow-oom
--- Registers a group, where it is new, and opens samples of it for one writer, with a lease.
+-- Registers a group, where it is new, and opens samples of it for one writer, with a lease. See
+-- OpenGroup in generator/requests.py.
 --
--- group_admission.lua has the rule for a new group, and group_members.lua that for its samples. A known group needs
--- no admission. All arguments are checked before the first write. Runs also when the server is full, so that it
--- can reply WAIT: a member of a known group is some hundred bytes.
+-- group_admission.lua has the rule for a new group, group_members.lua that for its samples. All
+-- arguments are checked before the first write. Runs also when the server is full, so that it can
+-- reply WAIT: a member of a known group is some hundred bytes.
 --
--- Arguments:
---   ARGV[1] group name    ARGV[2] "<num_samples>", or "<num_samples>/<num_needed>",
---                         then ":eval" for an evaluation, then "+" where this writer has opened it
---                         before, then "!" to refuse samples that it has open, then "#<number>" for
---                         the group of a prompt
---   ARGV[3] writer
---   ARGV[4] the group_opened record              ARGV[5...] trajectory ids
--- Reply: per trajectory id, in order: its lease epoch (integer), or why not: "CONFLICT ...", with
---        the fact group where the group takes no member any more, the state where the trajectory
---        is no longer open, and none where another writer has it.
+-- Arguments: ARGV[1] group name    ARGV[2] its size, see group_size in groups.py    ARGV[3] writer
+--            ARGV[4] the group_opened record    ARGV[5...] trajectory ids
+-- Reply: per trajectory id: its lease epoch (integer), or why not: "CONFLICT ...", with the fact
+--        group where the group takes no member any more, the state where the trajectory is no
+--        longer open, and none where another writer has it.
 --        Or {"WAIT"; wake id; why} where the first opening of a prompt's group is not admitted
--- Errors:
---   NORUN     no such run
---   CLOSED    a new group in a closed run
---   CONFLICT  the group was opened with another num_samples or num_needed, or for another purpose;
---             or it is finished (fact: name); or its prompt is done, or sampled as another group
---   TOOLARGE  a new group has more samples than max_samples, or too many for the length of its name,
---             or needs more bytes than the run or the server may ever have for it
---   FORMAT    fact: the format of the run, which this release does not read
---   INVALID   num_samples, num_needed or a trajectory id cannot be. Fact: attempt, where a sample has
---             an attempt above the one after its highest known attempt, or too many for its group
---   WAIT      fact: the last wake id; no capacity, no bytes, or the run is paused; try again when
---             wake has a newer entry
+-- Errors with a fact:
+--   CONFLICT  name: the group is finished
+--   FORMAT    the format of the run, which this release does not read
+--   INVALID   attempt: above the one after the highest known attempt, or too many for the group
+--   WAIT      the last wake id; try again when wake has a newer entry
 
 local FRONTIER, CONFIG, GROUPS, LEDGER, COUNTS, EVENTS, WAKE, LEASES, DEADLINES, MEMBERS, REFILLS, OVER,
   HELD, BUDGET, CLOCK, LEADER, PROMPTS, TASKS, AGAIN = unpack(KEYS)

@@ -1,16 +1,11 @@
 #!lua flags=allow-oom
--- Adds the reward of a trajectory that was sealed without it, once.
---
--- Runs also when the server is full: a group that waits for a reward holds its payload.
+-- Adds the reward of a trajectory that was sealed without it, once. Runs also when the server is full:
+-- a group that waits for a reward holds its payload.
 --
 -- Arguments: ARGV[1] trajectory id    ARGV[2] CRC of the record    ARGV[3] the record
--- Reply: "OK", "DUPLICATE" (the same was posted before), or "LATE": its group was decided before,
---        which is counted and changes nothing. "LEFT" in place of LATE for a trajectory that is no
---        longer in the ledger, so that a repeat is not recognised
--- Errors:
---   NORUN     no such run
---   CONFLICT  another reward was posted; or the trajectory is not sealed, or was sealed with its
---             reward; or it was never opened
+-- Reply: "OK", "DUPLICATE", or "LATE": its group was decided before, which is counted and changes
+--        nothing. "LEFT" in place of LATE for a trajectory that is no longer in the ledger, so that a
+--        repeat is not recognised
 
 local LEDGER, COUNTS, REWARDS, DEADLINES, EVENTS, CONFLICTS, FRONTIER, GROUPS, OVER = unpack(KEYS)
 
@@ -42,7 +37,6 @@ end
 
 -- include: finished_names.lua
 
--- Whether a trajectory that the ledger does not have may have been there before.
 local function may_have_left()
   local group, sample = string.match(ARGV[1], '^([^/]*)/(%d+)')
   local num_samples, state = string.match(redis.call('HGET', GROUPS, group) or '', '^(%d+):(.*)$')

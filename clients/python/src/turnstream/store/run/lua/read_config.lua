@@ -1,8 +1,6 @@
 #!lua flags=no-writes
 -- Reads the newest config of a run, and its revision, as they are at one moment.
---
--- Reply:     the revision, the config as JSON
--- Errors:    NORUN  no such run
+-- Reply: the revision, the config as JSON
 
 local CONFIG = KEYS[1]
 local newest = redis.call('HGET', CONFIG, 'newest')

@@ -2,13 +2,10 @@
 -- Reads how far the samples of a group are, for a generator that opens a group again.
 --
 -- Arguments: ARGV[1] group name    ARGV[2] num_samples
--- Reply: {state of the group: "new" if it was never opened, "over" if it is finished and released,
---         else as in KEYS[2]; then, of a group that is open, the state of the first attempt of each
---         sample, empty if it was never opened. An open sample that was tried again has
+-- Reply: {state of the group: "new" if it was never opened, "over" if it is finished and released;
+--         then, of a group that is open, the state of the first attempt of each sample, empty if it
+--         was never opened. An open sample that was tried again has
 --         "open:<number of its last attempt>:<state of that attempt>"}
--- Errors:
---   NORUN     no such run
---   CONFLICT  the group was opened with another num_samples
 
 local FRONTIER, GROUPS, LEDGER, OVER = unpack(KEYS)
 -- include: finished_names.lua

@@ -1,8 +1,6 @@
 #!lua flags=allow-oom
 -- Registers the address of a batcher under a lease, or ends it, and removes addresses whose lease ended.
---
 -- Arguments: ARGV[1] address, "host:port"    ARGV[2] length of the lease, ms; 0 ends it
--- Reply:     1
 
 local BATCHERS = KEYS[1]
 

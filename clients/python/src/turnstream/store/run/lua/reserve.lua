@@ -3,9 +3,8 @@
 -- trajectories must finish before their bytes are released. Runs also when the server is full.
 --
 -- Arguments: ARGV[1...] three per trajectory: its id; "<lease epoch>:<writer>"; bytes of its records
--- Reply:     per trajectory, in order: bytes of records for which there is room now; 0 where it is
---            not open with this lease
--- Errors:    INVALID  bytes that are no number: nothing was written
+-- Reply:     per trajectory: bytes of records for which there is room now; 0 where it is not open
+--            with this lease
 
 local LEDGER, HELD, BUDGET = unpack(KEYS)
 local OVERHEAD = 4096  -- of keys, ledger entry, lease and events of a trajectory

@@ -1,14 +1,9 @@
 #!lua
 -- Stores another config of a run, which takes effect when the step before its first is planned.
 --
--- Arguments:
---   ARGV[1] config as JSON    ARGV[2] its first step
---   ARGV[3] the revision that it changes, the last that the caller knows
--- Reply: the revision, an integer; the same where the last one is this very config from this step
--- Errors:
---   NORUN     no such run
---   CONFLICT  the step is planned, or comes before that of the last revision; or another revision
---             was stored since
+-- Arguments: ARGV[1] config as JSON    ARGV[2] its first step
+--            ARGV[3] the revision that it changes, the last that the caller knows
+-- Reply:     the revision; the same where the last one is this very config from this step
 
 local FRONTIER, CONFIG, WAKE = unpack(KEYS)
 local newest, last = unpack(redis.call('HMGET', CONFIG, 'newest', 'last'))

@@ -1,13 +1,9 @@
 #!lua
--- Part of open_group, post_sealed, read_waits, observe and observed: the time of the run, as its leader
--- keeps it in run_clock.py.
+-- Included: run_ms(), the time of the run, as its leader keeps it in run_clock.py. CLOCK is the key
+-- `clock`. Without a clock it is the store's time.
 --
 -- At least the time that the planner will count for now, so that no deadline fires too early; at most
--- most_ms more, if the store's clock was set since the planner last wrote. Without a clock it is the
--- store's time.
---
--- Needs CLOCK  a key, hash  read: ms, at_ms, most_ms
--- Gives run_ms(), an integer.
+-- most_ms more, if the store's clock was set since the planner last wrote.
 
 -- include: server_time.lua
 

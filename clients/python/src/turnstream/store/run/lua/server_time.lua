@@ -1,5 +1,5 @@
 #!lua
--- Included by scripts that read the server's clock. Defines server_ms(), and now_text(), the same as digits.
+-- Included: server_ms(), and now_text(), the same as digits.
 
 local function server_ms()
   local time = redis.call('TIME')

@@ -1,12 +1,9 @@
 #!lua flags=allow-oom
--- Closes or reopens a run. A closed run takes no new group, while those that are open may still be
--- finished. A reopened one plans its carried groups with new ones.
+-- Closes or reopens a run. Open groups of a closed run may still be finished.
 --
 -- Arguments: ARGV[1] 1 to close, 0 to reopen    ARGV[2] the run_closed or run_reopened record
 --            ARGV[3] of a close: short, carry or drop; "" for short, and for any where it is closed
 -- Reply:     1, or 0 where nothing was to do
--- Errors:    NORUN     no such run
---            CONFLICT  it was closed with another leftover
 
 local FRONTIER, EVENTS, WAKE = unpack(KEYS)
 local closed, leftover = unpack(redis.call('HMGET', FRONTIER, 'closed', 'leftover'))

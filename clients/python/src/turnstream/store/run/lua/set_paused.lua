@@ -1,10 +1,7 @@
 #!lua flags=allow-oom
--- Pauses or resumes a run. A paused run takes no new group and plans no batch; open groups may be
--- finished, and planned batches are delivered.
---
+-- Pauses or resumes a run.
 -- Arguments: ARGV[1] 1 to pause, 0 to resume    ARGV[2] the reason
 -- Reply:     1, or 0 where nothing was to do
--- Errors:    NORUN  no such run
 
 local FRONTIER, WAKE = unpack(KEYS)
 if redis.call('EXISTS', FRONTIER) == 0 then

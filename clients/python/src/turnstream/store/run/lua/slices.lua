@@ -1,9 +1,7 @@
 #!lua flags=allow-oom
--- Part of leader_write, open_group, post_sealed, read_group, start_session and take: calls
--- with any number of values, some at a time. `unpack` fails above about 8,000.
---
--- Gives read_sliced(command, key, names), the replies for all names in one table, and
---       write_sliced(command, key, words). Words that belong together come in pairs.
+-- Included: read_sliced(command, key, names), the replies for all names in one table, and
+-- write_sliced(command, key, words), where words that belong together come in pairs. `unpack` fails
+-- above about 8,000 values.
 
 local SLICE = 1000  -- an even number: no pair is cut
 

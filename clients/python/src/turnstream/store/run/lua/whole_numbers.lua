@@ -1,11 +1,7 @@
 #!lua flags=allow-oom
--- Part of abandon, discard_dead_letter, leader_write, open_group, post_reward, post_sealed and reserve:
--- refuses a damaged counter before the first write. HINCRBY fails at a field that is no whole number, and Redis keeps
--- the earlier writes of the script.
---
--- Gives damaged(key, ...), an error reply that names the damaged counter of a hash: one of the named
---       fields, or of all where none is named. nil where all are whole numbers of at most 18 digits.
--- Errors: DAMAGED  a counter is damaged: nothing was written
+-- Included: damaged(key, ...), the error DAMAGED that names a damaged counter of a hash: one of the
+-- named fields, or of all where none is named. nil where all are whole numbers of at most 18 digits.
+-- HINCRBY fails at a field that is no whole number, and Redis keeps the earlier writes of the script.
 
 local function damaged(key, ...)
   local names = {...}
