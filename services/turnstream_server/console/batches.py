@@ -14,8 +14,7 @@ from turnstream_server.batcher.assembly.archive import archive_step
 from turnstream_server.batcher.assembly.assembler import assemble_batch, read_planned_batch
 from turnstream_server.console.store_client import store_client
 from turnstream_server.ledger.core.frontier import read_frontier
-from turnstream_server.ledger.queries.batch_facts import batch_facts
-from turnstream_server.ledger.queries.batch_numbers import BatchNumbers
+from turnstream_server.ledger.queries.batch_facts import BatchNumbers, batch_facts
 from turnstream_server.screen import facts_table, make_table, print_figures
 
 MAX_SHOWN: Final = 12

@@ -11,7 +11,7 @@ from turnstream.store.client.addresses import address_of
 from turnstream.store.run.runs import list_runs
 from turnstream_server.console.ledger import duration
 from turnstream_server.console.store_client import store_client
-from turnstream_server.ledger.queries.batch_numbers import BatchNumbers
+from turnstream_server.ledger.queries.batch_facts import BatchNumbers
 from turnstream_server.ledger.queries.run_facts import run_facts, run_line
 from turnstream_server.screen import cell_text, facts_table, make_table
 

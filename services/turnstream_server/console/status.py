@@ -18,7 +18,7 @@ from turnstream.store.run.runs import list_runs
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.console.runs import no_runs
 from turnstream_server.console.store_client import store_client
-from turnstream_server.ledger.queries.batch_numbers import BatchNumbers
+from turnstream_server.ledger.queries.batch_facts import BatchNumbers
 from turnstream_server.ledger.queries.ledger import run_summary
 from turnstream_server.ledger.queries.run_facts import common_facts, progress_facts
 from turnstream_server.ledger.queries.run_snapshot import read_snapshot

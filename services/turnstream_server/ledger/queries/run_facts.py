@@ -17,7 +17,7 @@ from turnstream.store.run.configs import Revisions, open_run, read_revisions
 from turnstream_server.ledger.admin.deletion import deleting_since_ms
 from turnstream_server.ledger.core.frontier import Frontier
 from turnstream_server.ledger.planning.manifests import read_plan
-from turnstream_server.ledger.queries.batch_numbers import numbers_of
+from turnstream_server.ledger.queries.batch_facts import numbers_of
 from turnstream_server.ledger.queries.ledger import RunSummary, run_summary
 from turnstream_server.ledger.sessions.observers import read_observers
 
