@@ -242,25 +242,3 @@ def _seal(url: str, run: str) -> Any:
         writer.seal(1.0)
         publisher.flush()
         return publisher.statistics()
-
-
-async def test_restarted_generator_trains_its_whole_group(cluster):
-    run = cluster.create_run(batch_groups=1)
-    trainer = cluster.trainer(await cluster.start_batcher(), run)
-    await trainer.start()
-
-    def generate(*, seals: bool) -> None:
-        with Publisher(cluster.url, run, writer="gen-0") as publisher:
-            group = publisher.group("a", 2, exist_ok=True).__enter__()
-            for trajectory in group:
-                trajectory.append([1], [2], policy_version=0)
-                if seals or trajectory.key.sample == 0:
-                    trajectory.seal(reward=float(trajectory.key.sample))
-            if seals:
-                group.__exit__(None, None, None)
-
-    await asyncio.to_thread(generate, seals=False)  # as a killed one leaves it
-    await asyncio.to_thread(generate, seals=True)
-
-    (pulled,) = await trainer.get(1)
-    assert pulled.mini_batch.rows.trajectory_id == ["a/0/0", "a/1/1"]

@@ -184,35 +184,29 @@ async def test_one_of_many_takes_a_refill(timed: Any) -> None:
 
 
 async def test_a_late_reward_completes_a_trajectory_once(timed: Any) -> None:
-    await timed.open("a")
+    await timed.open("a", num_samples=3)
     await timed.seal("a", 0, awaits_reward=True)
     awaiting = timed.ledger()
+    await timed.seal("a", 1)
 
     outcomes = [await timed.post_reward("a", 0, 0.5) for _ in range(2)]
-    with pytest.raises(ConflictError, match="another reward was posted for a/0/0"):
-        await timed.post_reward("a", 0, 0.25)
+    for sample, reason in (
+        (0, "another reward was posted for a/0/0"),
+        (1, "a/1/0 was sealed with its reward"),
+        (2, "a/2/0 is open"),
+        (7, "a/7/0 was never opened"),
+    ):
+        with pytest.raises(ConflictError, match=reason):
+            await timed.post_reward("a", sample, 0.25)
 
     assert outcomes == [RewardOutcome.POSTED, RewardOutcome.DUPLICATE]
     assert awaiting.by_state[TrajectoryState.AWAITING_REWARD] == 1
     counts = timed.ledger()
     counts.check()
-    assert counts.by_state[TrajectoryState.SEALED] == 1
+    assert counts.by_state[TrajectoryState.SEALED] == 2
     posted = RewardPosted(key=TrajectoryKey("a", 0), reward=0.5)
-    assert (await timed.events())[2:] == [posted]
+    assert (await timed.events())[3:] == [posted]
     assert await members_of(timed, "deadlines") == [b"group:a"]
-
-
-@pytest.mark.parametrize(
-    ("sample", "reason"),
-    [(0, "a/0/0 was sealed with its reward"), (1, "a/1/0 is open"), (7, "a/7/0 was never opened")],
-)
-async def test_reward_for_a_trajectory_that_awaits_none_is_refused(
-    timed: Any, sample: int, reason: str
-) -> None:
-    await timed.open("a", num_sealed=1)
-
-    with pytest.raises(ConflictError, match=reason):
-        await timed.post_reward("a", sample, 1.0)
 
 
 async def test_a_reward_that_does_not_come_is_an_event(timed: Any) -> None:

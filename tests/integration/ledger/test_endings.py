@@ -113,6 +113,7 @@ async def test_run_finished_is_written_once_after_the_last_event(run: Any) -> No
 
 async def test_run_is_not_finished_after_an_event_unknown_to_its_planner(run: Any) -> None:
     await run.open("g")
+    assert not await finish(run, await position(run))  # it is open
     close(run)
     known = await position(run)
     await run.abandon("g", 0)
@@ -120,13 +121,6 @@ async def test_run_is_not_finished_after_an_event_unknown_to_its_planner(run: An
     assert not await finish(run, known)
     assert not run.read_frontier().is_finished
     assert await finish(run, await position(run))
-
-
-async def test_a_run_that_is_open_has_no_end(run: Any) -> None:
-    await run.open("g")
-
-    assert not await finish(run, await position(run))
-    assert not run.read_frontier().is_finished
 
 
 async def test_a_paused_run_is_planned_no_further(run: Any) -> None:
@@ -181,11 +175,6 @@ async def test_an_evaluation_ends_with_its_result_and_the_rest_is_surplus(run: A
     (result,) = eval_results(run.store, run.name)
     assert (result.version, result.num_groups) == (3, 1)
     assert result.groups == (ended().result,)
-
-
-async def test_ending_an_evaluation_again_changes_nothing(run: Any) -> None:
-    await run.open("e", purpose=Purpose.EVAL, num_sealed=1)
-    await settle(run, ended())
     async with run.unchanged():
         await settle(run, ended())
 

@@ -32,6 +32,7 @@ async def announce(run: Any, revision: int, *, step: int) -> bool:
 async def test_revision_comes_into_force_once_with_an_event(run: Any) -> None:
     await run.plan_steps(2)
     revise(run, from_step=3, max_staleness=7)
+    revise(run, from_step=6, max_staleness=8)
 
     first = await announce(run, 2, step=3)
     before = run.dump()
@@ -41,7 +42,7 @@ async def test_revision_comes_into_force_once_with_an_event(run: Any) -> None:
     assert run.dump() == before
     assert (await run.events())[-1] == ConfigRevised(revision=2, step=3)
     assert (await read_revisions_async(run.client, run.name)).in_force == 2
-    assert run.read_frontier().next_revision == 0
+    assert run.read_frontier().next_revision == 6
 
 
 async def test_revision_is_not_in_force_before_the_previous_step_is_planned(run: Any) -> None:
@@ -52,15 +53,6 @@ async def test_revision_is_not_in_force_before_the_previous_step_is_planned(run:
         await announce(run, 2, step=3)
 
     assert (await read_revisions_async(run.client, run.name)).in_force == 1
-
-
-async def test_next_of_several_revisions_is_returned_with_the_first(run: Any) -> None:
-    revise(run, from_step=1, max_staleness=7)
-    revise(run, from_step=4, max_staleness=8)
-
-    await announce(run, 2, step=1)
-
-    assert run.read_frontier().next_revision == 4
 
 
 async def test_plan_of_a_step_with_another_config_must_be_repeated(run: Any) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from turnstream_server.ledger.planning.deadlines import fire_orphaned, is_orphaned
+from turnstream_server.ledger.planning.deadlines import fire_orphaned
 from turnstream_server.ledger.planning.ending import Attempt
 from turnstream_server.ledger.planning.settling import GroupState
 
@@ -12,22 +10,6 @@ from turnstream_server.ledger.planning.settling import GroupState
 def group_of(state: str, *entries: bytes | None) -> GroupState:
     attempts = [Attempt(f"g/{sample}/0", each, None) for sample, each in enumerate(entries)]
     return GroupState("g", f"{len(entries)}:{state}".encode(), b"2:0:1:p", None, attempts)
-
-
-@pytest.mark.parametrize(
-    ("state", "entry", "expected"),
-    [
-        ("open", b"sealed:1", True),
-        ("evaluating", None, True),
-        ("open", b"open:1:w", False),
-        ("open", b"awaiting_reward:1", False),
-        ("decided", b"sealed:1", False),
-    ],
-)
-def test_group_is_orphaned_while_no_attempt_is_open(
-    state: str, entry: bytes | None, expected: bool
-) -> None:
-    assert is_orphaned(group_of(state, b"sealed:1", entry)) is expected
 
 
 def test_deadline_is_fired_only_if_no_attempt_has_changed() -> None:
