@@ -115,12 +115,7 @@ class ConfigInForce:
 
 
 class PlanChain:
-    """The plans of one run up to the newest that its leader knows.
-
-    Attributes:
-        hash: hash of the newest plan; empty before the first.
-        next_row_id: id of the first row of the next plan.
-    """
+    """The plans of one run up to the newest that its leader knows, and its hash."""
 
     def __init__(self, term: Term, view: RunView, in_force: ConfigInForce) -> None:
         self.next_step = 1

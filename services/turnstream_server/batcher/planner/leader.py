@@ -309,10 +309,7 @@ class Leader:
         return self._fold.ready[:num_groups] if num_groups else ()
 
     async def _plan(self, groups: tuple[ReadyGroup, ...]) -> bool:
-        """Plan, check and write the next batch; return False if it must be planned again.
-
-        The reason is damaged payload, a new config of the step, a pause, or a rollback.
-        """
+        """Plan, check and write the next batch; return False if it must be planned again."""
         with span("plan", run=self._view.run, step=self._chain.next_step), _PLAN_SECONDS.time():
             return await self._plan_and_write(groups)
 

@@ -32,12 +32,7 @@ class News:
 
 
 class RunListener:
-    """Reads the streams of a run from its last position; the events from the first one on.
-
-    Args:
-        client: client of the store; every waiting read holds a connection of its pool.
-        after_step: the newest plan that is known already.
-    """
+    """Reads the streams of a run from its last position; the events from the first one on."""
 
     def __init__(self, client: redis.asyncio.Redis, run: str, *, after_step: int) -> None:
         names = keys.run_keys(run)

@@ -253,10 +253,7 @@ class Releaser:
             self._ended |= some
 
     async def _foldable(self, trajectory_ids: Sequence[str]) -> list[str]:
-        """Return the trajectories whose groups can get no new member, in the order of their names.
-
-        The entries of an open group stay, so that no name in it is opened again.
-        """
+        """Return the trajectories of finished groups in order: in others, names may be opened."""
         by_group = await asyncio.to_thread(_by_group, trajectory_ids)
         finished = await finished_groups(self._client, self._run, [*by_group])
         return [each for group in by_group if group in finished for each in by_group[group]]

@@ -44,12 +44,7 @@ class _RenewedTerm:
 
 
 class LeadershipKeeper:
-    """Renews the leases of one replica's leaderships, of any number of runs.
-
-    Args:
-        owner: unique name of this replica.
-        lease_s: seconds of silence after which a leader is replaced.
-    """
+    """Renews the leases of one replica's leaderships, of any number of runs."""
 
     def __init__(self, url: str, *, owner: str, lease_s: float) -> None:
         self.url = url

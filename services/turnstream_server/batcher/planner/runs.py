@@ -43,12 +43,7 @@ _OUTCOMES: Final[dict[type[object], str]] = {
 
 
 class Ingested:
-    """Counts of one run in one process; each event counts once, in any number of terms.
-
-    Attributes:
-        outcomes: trajectories by "sealed", "abandoned" and "died".
-        num_turns, num_tokens, num_bytes: totals of the sealed ones.
-    """
+    """Counts of one run in one process; each event counts once, in any number of terms."""
 
     def __init__(self, run: str) -> None:
         self.outcomes: Counter[str] = Counter()

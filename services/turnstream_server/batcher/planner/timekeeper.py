@@ -65,11 +65,7 @@ class ClockReading(NamedTuple):
 
 
 class SteadyClock:
-    """Compares the store's clock with our own monotonic one. No I/O.
-
-    Args:
-        tolerance_s: how long the store may be silent, and how far its clock may be set.
-    """
+    """Compares the store's clock with our own; silence and jumps up to the tolerance are none."""
 
     def __init__(self, *, tolerance_s: float) -> None:
         self._tolerance_s = tolerance_s

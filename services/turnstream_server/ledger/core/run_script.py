@@ -18,13 +18,7 @@ from turnstream.store.client.scripts import (
 
 
 class RunScript:
-    """A script of the ledger, with the keys that it takes from a run.
-
-    Args:
-        name: name of the script.
-        package: its package below `turnstream_server.ledger`.
-        key_names: names of its keys in RunKeys, separated by spaces.
-    """
+    """A script in a package of the ledger, and its keys by their names in RunKeys."""
 
     def __init__(self, name: str, package: str, key_names: str) -> None:
         self.name = name

@@ -57,11 +57,7 @@ def park(facts: ParkFacts, position: Position) -> Changes | None:
 
 
 async def park_leadership(term: Term, position: Position) -> bool:
-    """Release the leadership of an idle run, until something is written to it after `position`.
-
-    Returns:
-        False where something in the run can expire.
-    """
+    """Release the leadership until a write after `position`; False where something can expire."""
     known = keys.run_keys(term.run)
     fields, observers, now = await read_facts(
         term, ("HMGET", known.clock, *clock.FIELDS), ("HGETALL", known.observers), ("TIME",)

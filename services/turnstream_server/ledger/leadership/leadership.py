@@ -79,8 +79,5 @@ async def acquire_leadership(
 
 
 def renew_command(run: str, *, owner: str, epoch: int, lease_s: float) -> Command:
-    """Return the call that renews a leadership; nothing is sent.
-
-    Its reply begins with whether the caller leads, the epoch of the leader, and the leader.
-    """
+    """Return the call that renews a leadership; it replies (is it ours, its epoch, its owner)."""
     return _ACQUIRE(run, owner, max(1, round(lease_s * 1000)), 0, epoch)

@@ -49,11 +49,7 @@ class Deadline(NamedTuple):
 
 
 async def fire_deadlines(term: Term, *, run_ms: int) -> int:
-    """Write the events of all deadlines that have passed at a time of the run's clock.
-
-    Returns:
-        Milliseconds until the next one is due; -1 where there is none.
-    """
+    """Write the events of all passed deadlines; return the ms until the next one, or -1."""
     known = keys.run_keys(term.run)
     while True:
         due, first, last = await read_facts(
@@ -144,19 +140,13 @@ async def find_orphaned(term: Term, group_ids: Sequence[str]) -> dict[str, Group
 
 
 async def end_orphaned(term: Term, groups: Iterable[GroupState]) -> int:
-    """Fire the deadlines of groups without a writer; return their number.
-
-    A group that has a writer since, or another refill, stays as it is.
-    """
+    """Fire the deadlines of groups that still have no writer; return their number."""
     found = await write_all(term, [fire_orphaned(group) for group in groups])
     return sum(not isinstance(each, Difference) for each in found)
 
 
 def is_orphaned(group: GroupState) -> bool:
-    """Return whether no generator holds an undecided group: none of its attempts is open.
-
-    An attempt that waits for its reward holds it too.
-    """
+    """Return whether a group is undecided, and none of its attempts is open or awaits a reward."""
     return group.state in {"open", "evaluating"} and not any(
         each.state in {"open", "awaiting_reward"} for each in group.attempts
     )
@@ -210,10 +200,7 @@ async def abandon_lapsed(term: Term, *, until_ms: int) -> bool:
 async def end_lapsed(
     term: Term, lapsed: Sequence[LapsedTrajectory], *, until_ms: int
 ) -> list[LapsedTrajectory]:
-    """Abandon trajectories; return those that were not renewed, adopted or sealed before.
-
-    If the store's clock was set back before `until_ms`, all stay open.
-    """
+    """Abandon trajectories; return those that were not renewed, adopted or sealed before."""
     leases = keys.run_keys(term.run).leases
     words = ("ZRANGEBYSCORE", leases, "-inf", until_ms, "WITHSCORES", "LIMIT", 0, MAX_LAPSED)
     page, now = await read_facts(term, words, ("TIME",))

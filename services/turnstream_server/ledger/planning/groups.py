@@ -70,10 +70,7 @@ class RefillFacts:
 
 
 def grant(facts: RefillFacts, *, number: int, prompt_uid: str) -> Changes | None:
-    """Return the writes that grant an attempt; None where it was granted, or the group needs none.
-
-    A decided group is open again, and its deadline restarts.
-    """
+    """Return the writes that grant an attempt and open its group; None where it needs none."""
     group, trajectory_id = facts.group, keys.trajectory_id(facts.key)
     if group.entry is None:
         raise _refused(ConflictError, f"group {group.name} is unknown, or finished")

@@ -46,15 +46,7 @@ class End(NamedTuple):
 
 
 class GroupState(NamedTuple):
-    """The facts in the store about one group.
-
-    Attributes:
-        name: the name of the group in keys.
-        entry: its entry in `groups`, None for a finished or unknown one.
-        members: its entry in `members`, or None.
-        task: the number of its prompt, or None.
-        attempts: all attempts up to the highest known one; none of a finished group.
-    """
+    """The entries of a group in `groups`, `members` and `tasks`, or None; and its attempts."""
 
     name: str
     entry: bytes | None
@@ -122,10 +114,7 @@ async def read_group_states(term: Term, named: Mapping[str, Collection[str]]) ->
 def end_members(
     attempts: Iterable[Attempt], becomes: Mapping[str, tuple[str, str]]
 ) -> Changes | None:
-    """Return the writes that end sealed trajectories, without their groups; None for nothing.
-
-    `becomes` has the state and the reason of each id.
-    """
+    """Return the writes that end sealed trajectories with their states and reasons; or None."""
     changes = Changes()
     num_ended = 0
     for each in attempts:

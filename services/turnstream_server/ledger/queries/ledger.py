@@ -228,10 +228,7 @@ def _held(key: str, name: str, value: bytes) -> int:
 
 
 def read_budget(client: redis.Redis, run: str) -> Bytes:
-    """Return the bytes of a run and their limits; the parts are read one after the other.
-
-    `needed` is the usual size of a trajectory.
-    """
+    """Return the bytes of a run and their limits; the parts are read one after the other."""
     _, config = read_config(client, run)
     name = keys.run_keys(run).budget
     with reading(name), translating():

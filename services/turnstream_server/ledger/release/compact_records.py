@@ -66,11 +66,7 @@ def past_reasons(client: redis.Redis, run: str) -> Iterator[tuple[str, int]]:
 
 
 def lost_records(client: redis.Redis, run: str) -> str:
-    """Return a sentence on the records that an earlier release moved to files; "" for none.
-
-    Earlier releases moved records of old batches to files `ledger-*.bin` in the archive folder.
-    No release reads them any more.
-    """
+    """Return a sentence on records that an earlier release moved to files; "" for none."""
     cold = keys.run_keys(run).archive_files
     with reading(cold):
         newest = max(
