@@ -36,10 +36,6 @@ async def test_a_folded_batch_leaves_its_names_and_a_fingerprint_of_each_group(
     assert await released.hash_of("finished_groups") == fingerprints("g1")
     assert await released.client.xlen(released.keys.plan) == 3
     released.ledger().check()
-
-
-async def test_folding_again_changes_nothing(released: Any) -> None:
-    await released.compact(1)
     async with released.unchanged():
         await released.compact(1)
 

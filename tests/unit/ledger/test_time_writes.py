@@ -13,7 +13,9 @@ from turnstream.types import DeadlineFired, TrajectoryKey
 from turnstream_server.ledger.leadership.leader_fields import ParkFacts, park
 from turnstream_server.ledger.leadership.leadership import Position
 from turnstream_server.ledger.leadership.run_clock import ClockFacts, Tick, advance_clock
-from turnstream_server.ledger.planning.deadlines import Deadline, abandon, fire
+from turnstream_server.ledger.planning.deadlines import Deadline, abandon, fire, fire_orphaned
+from turnstream_server.ledger.planning.ending import Attempt
+from turnstream_server.ledger.planning.settling import GroupState
 from turnstream_server.ledger.sessions.observers import expire
 
 MS = st.integers(min_value=0, max_value=1_000)
@@ -116,6 +118,17 @@ def test_deadlines_and_leases_end_only_as_they_were_read() -> None:
         ("HINCRBY", "counts", ("open", -1)),
         ("HINCRBY", "counts", ("abandoned", 1)),
     ]
+
+
+def test_orphaned_group_ends_only_if_no_attempt_has_changed() -> None:
+    entries = (b"sealed:1", None)
+    attempts = [Attempt(f"g/{sample}/0", each, None) for sample, each in enumerate(entries)]
+
+    calls = [*fire_orphaned(GroupState("g", b"2:open", b"2:0:1:p", None, attempts)).calls()]
+
+    assert ("FIELDS", "frontier", ("closed", b"=1")) in calls
+    assert ("FIELDS", "ledger", ("g/0/0", b"=sealed:1", "g/1/0", b"")) in calls
+    assert [name for name, _, _ in calls[-2:]] == ["XADD", "ZREM"]
 
 
 def test_damaged_entry_of_an_observer_is_named() -> None:

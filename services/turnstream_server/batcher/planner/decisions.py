@@ -144,16 +144,11 @@ class DecisionWriter:
 
     async def carry_out(self, decisions: Iterable[Decision]) -> None:
         """Write decisions; those that another leader has written already change nothing."""
-        settled: list[Settlement] = []
-        refills: list[RefillWanted] = []
-        for decision in decisions:
-            if isinstance(decision, RefillWanted):
-                refills.append(decision)
-            else:
-                settled.append(decision)
-        await self._settle(settled)
-        for wanted in refills:
-            await self._grant(wanted)
+        known = [*decisions]
+        await self._settle([each for each in known if not isinstance(each, RefillWanted)])
+        for each in known:
+            if isinstance(each, RefillWanted):
+                await self._grant(each)
 
     async def without_settled(self, decisions: list[Decision]) -> list[Decision]:
         """Return the decisions whose group is still in the ledger, or whose member may be.
@@ -211,7 +206,6 @@ def _posted_for(entry: EventEntry) -> TrajectoryKey | None:
 
 
 def _named_by(event: Event) -> TrajectoryKey | None:
-    """Return the trajectory that an event is of; None where it is of none."""
     return getattr(event, "key", None)
 
 

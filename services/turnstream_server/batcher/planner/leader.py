@@ -158,7 +158,6 @@ class Leader:
         await self._carry_out(await self._decisions.without_settled(decisions))
 
     async def _restore(self) -> None:
-        """Continue from the snapshot, if there is one."""
         snapshot = await self._snapshots.read()
         if snapshot is None:
             return
@@ -205,7 +204,6 @@ class Leader:
         return left_over
 
     async def _listen(self) -> None:
-        """Wait for news and fold it in."""
         self.is_waiting = True
         self._view.num_ready = self._fold.num_ready
         news = await self._listener.wait(with_events=True)
@@ -291,7 +289,6 @@ class Leader:
         await self._read_through(event_id)
 
     async def _read_through(self, event_id: str) -> None:
-        """Fold in all events up to this one."""
         while event_order(self._listener.position) < event_order(event_id):
             await self._take_in(await self._listener.read_events())
 
@@ -355,7 +352,6 @@ class Leader:
         return True
 
     def _log_members(self, manifest: Manifest) -> None:
-        """Log each trajectory of a plan, at level DEBUG."""
         if not logger.isEnabledFor(logging.DEBUG):
             return
         for planned in (each for group in manifest.groups for each in group.trajectories):

@@ -53,8 +53,8 @@ class PinnedClient:
     """A client that refuses another server instance; a context manager.
 
     A restarted store may have lost a leader's lease, and may grant its epoch to another owner. So
-    an epoch is valid only together with the instance that granted it: that of the first connection.
-    A connection to another one raises FencedError before anything is sent.
+    an epoch is valid only with the instance of the first connection. A connection to another one
+    raises FencedError before anything is sent.
     """
 
     def __init__(self, url: str) -> None:
@@ -162,7 +162,6 @@ class RunPlanner:
         return position
 
     async def _check_server(self, store: PinnedClient) -> None:
-        """Drop the view of the run if the store was restarted."""
         with translating():
             await store.client.ping()
         if self._server_id and store.run_id != self._server_id:
@@ -246,7 +245,6 @@ class RunPlanner:
             await note_trouble(term, "planning_trouble", trouble, owner=owner)
 
     async def _release(self, term: Term) -> None:
-        """Release the leadership for another replica, if the store is reachable."""
         with contextlib.suppress(TurnstreamError, TimeoutError):
             async with asyncio.timeout(_RELEASE_S):
                 await release_leadership(term, owner=self._keeper.owner)

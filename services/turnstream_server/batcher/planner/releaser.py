@@ -126,7 +126,6 @@ class Releaser:
         return has_worked
 
     async def _discard_dead_letters(self, state: ReleaseState) -> bool:
-        """Discard the oldest dead letters above the limit of the run."""
         if state.dead_bytes == 0:
             return False
         _, config = await self._view.newest_config()

@@ -111,7 +111,6 @@ class LeadershipKeeper:
                 logger.exception("the renewal of leaderships failed")
 
     def _living_terms(self) -> list[_RenewedTerm]:
-        """Return the terms that the event loop has touched not long ago."""
         oldest_s = time.monotonic() - MAX_STALL_LEASES * self.lease_s
         with self._lock:
             terms = list(self._terms)

@@ -118,7 +118,6 @@ def deleting_since_ms(client: redis.Redis, run: str) -> int | None:
 def _remove_payload(
     client: redis.Redis, run: str, trajectory_ids: Sequence[str], *, fence_ms: int
 ) -> None:
-    """Remove the payload of a few trajectories, and then their entries."""
     places = [keys.trajectory_keys(run, each) for each in trajectory_ids]
     for reply in run_commands(client, [_RELEASE(place, fence_ms, _DELETED) for place in places]):
         if isinstance(reply, Exception):

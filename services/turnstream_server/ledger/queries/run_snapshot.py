@@ -150,7 +150,6 @@ class _Group:
 
 
 def _read_groups(client: redis.Redis, names: keys.RunKeys) -> dict[str, _Group]:
-    """Return the open groups, and the decided ones that are not planned."""
     needed = {name: int(v.partition(b":")[0]) for name, v in hash_fields(client, names.members)}
     with translating():
         refills: Any = client.zrange(names.refills, 0, -1)
@@ -303,7 +302,6 @@ def _reward_deadline(key: TrajectoryKey) -> str:
 
 
 def _scores(client: redis.Redis, name: str, members: list[str]) -> dict[str, int]:
-    """Return the scores of those members of a sorted set that exist."""
     found: dict[str, int] = {}
     for start in range(0, len(members), PAGE):
         page = members[start : start + PAGE]

@@ -320,7 +320,6 @@ async def _read_ended(term: Term, trajectory_ids: Sequence[str]) -> EndedFacts:
 async def _group_states(
     client: redis.asyncio.Redis, run: str, group_names: Sequence[str]
 ) -> list[tuple[str, bytes | None]]:
-    """Return each group with its state; None for a compact one."""
     states: list[tuple[str, bytes | None]] = []
     for some in _sliced(group_names, COMPACT_SLICE):
         with translating():

@@ -47,7 +47,7 @@ class WatermarkFacts:
 
 
 def advance(facts: WatermarkFacts, *, at_most: int | None) -> tuple[int, Changes | None]:
-    """Return the newest step that nobody can ask for, and the writes that release up to it.
+    """Return the newest step that no process can ask for, and the writes that release up to it.
 
     A session can start at each kept checkpoint, and a live observer asks for what it has not seen.
     The watermark never falls: None where it stays.
