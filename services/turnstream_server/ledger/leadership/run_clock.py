@@ -80,6 +80,7 @@ class RunClock:
         self._most_s = most_s
         self._ms: float | None = None
         self._ticked_s = 0.0
+        self._written: ClockFacts | None = None
 
     async def tick(self, *, server_ms: int, own_s: float) -> None:
         """Write the time of the run to the store; `server_ms` and `own_s` are of one moment."""
@@ -93,7 +94,8 @@ class RunClock:
             kept_ms, changes = advance_clock(facts, tick)
             return changes
 
-        await write_decision(self._term, self._read, decide)
+        if await write_decision(self._term, self._read, decide) is not None:
+            self._written = ClockFacts(_digits(kept_ms), _digits(server_ms), _digits(tick.most_ms))
         self._ms = max(ms or 0, kept_ms)
         self._ticked_s = own_s
 
@@ -106,8 +108,16 @@ class RunClock:
         return min(own_s - self._ticked_s, self._most_s) * 1_000
 
     async def _read(self) -> ClockFacts:
+        """Return what the last tick has written, so that a tick is one round trip; or read it."""
+        written, self._written = self._written, None
+        if written is not None:
+            return written
         known = keys.run_keys(self._term.run)
         (ms, at_ms, most_ms), parked = await read_facts(
             self._term, ("HMGET", known.clock, *clock.FIELDS), ("HGET", known.leader, "parked")
         )
         return ClockFacts(ms, at_ms, most_ms, parked)
+
+
+def _digits(number: int) -> bytes:
+    return b"%d" % number
