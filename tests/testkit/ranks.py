@@ -31,7 +31,7 @@ from turnstream_server.models.sharding import shard, whole, whole_weights
 from turnstream_server.models.spec import AdapterConfig
 from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.critic.advantages import with_advantages
-from turnstream_server.trainer.critic.critic import Targets, with_targets
+from turnstream_server.trainer.critic.critic import with_targets
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
@@ -263,7 +263,7 @@ def _train(engine: Engine, mini_batch: PulledMiniBatch) -> None:
     engine.update(mini_batch, aggregation="token_mean")
     if engine.critic is not None:
         returns = mini_batch.rows.rewards
-        engine.critic.update(with_targets(mini_batch, Targets(values=returns, returns=returns)))
+        engine.critic.update(with_targets(mini_batch, values=returns, returns=returns))
 
 
 def _share(rows: Rows, ranks: Ranks, *, mini_batch: int = 0) -> PulledMiniBatch:
