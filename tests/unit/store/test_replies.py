@@ -29,7 +29,6 @@ def error_reply(text: str) -> Exception:
         ("NORUN no such run", errors.RunNotFoundError("no such run")),
         ("BEHIND step 7", errors.StoreBehindError("step 7")),
         ("CLOSED the end", errors.EndOfRunError("the end")),
-        ("RANK_UNCONFIRMED dp_rank 1", errors.NotReadyError("dp_rank 1")),
         ("TOOLARGE group g needs 9", errors.GroupTooLargeError("group g needs 9")),
         ("HELD [1500] g/0/0 is w's", errors.ConflictError("g/0/0 is w's", 1.5)),
         ("WAIT [5-0] no capacity", errors.RejectedError("no capacity", replies.RETRY_AFTER_S)),

@@ -1,8 +1,6 @@
 #!lua flags=allow-oom
 -- Discards a dead letter: its reason stays, its payload may be deleted. Wakes the leader, which
--- returns the bytes to the budget.
---
--- No fence: repeated calls, by any process, have the same effect.
+-- returns the bytes to the budget. No fence: repeated calls, by any process, have the same effect.
 --
 -- Arguments: ARGV[1] trajectory id    ARGV[2] why, after the word; may be empty
 -- Reply:     1, or 0 where it was discarded before

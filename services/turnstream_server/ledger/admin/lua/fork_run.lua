@@ -9,8 +9,7 @@
 --   ARGV[8...] two per version: it, its record
 -- Reply:     1, or 0 where it was made before; below 0 as in create_run.lua
 
-local FRONTIER, CONFIG, COUNTS, BATCHES, SNAPSHOT, VERSIONS, CLOCK, INCARNATION =
-  unpack(KEYS)
+local FRONTIER, CONFIG, COUNTS, BATCHES, SNAPSHOT, VERSIONS, CLOCK, INCARNATION = unpack(KEYS)
 
 local number = tonumber(redis.call('GET', INCARNATION) or 1)
 if number ~= tonumber(ARGV[7]) then

@@ -11,7 +11,6 @@
 local FRONTIER, OBSERVERS, CLOCK, WAKE = unpack(KEYS)
 
 -- include: turnstream.store.run/run_clock.lua
-
 -- include: observer_of.lua
 
 local stepped, planned = unpack(redis.call('HMGET', FRONTIER, 'stepped', 'planned'))

@@ -11,7 +11,6 @@
 local FRONTIER, OBSERVERS, CLOCK = unpack(KEYS)
 
 -- include: turnstream.store.run/run_clock.lua
-
 -- include: observer_of.lua
 
 local seen, expires_ms, expiry_ms, missed, owner = fields_of(

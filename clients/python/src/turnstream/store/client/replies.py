@@ -19,7 +19,6 @@ BEHIND            StoreBehindError                          an unknown recovery 
 EXPIRED           ObserverExpiredError                      an observer was silent for too long
 CLOSED            EndOfRunError                             the run takes no new group
 RELEASED          ReleasedError                             a step that is no longer retained
-RANK_UNCONFIRMED  NotReadyError                             a step that a rank may not have yet
 TOOLARGE          GroupTooLargeError                        a group or trajectory above its limit
 DAMAGED           CorruptRecordError                        a damaged counter; nothing was written
 NOPERM            AccessDeniedError                         user or API key may not do this
@@ -51,7 +50,6 @@ from turnstream.errors import (
     FencedError,
     GroupTooLargeError,
     InvalidTurnError,
-    NotReadyError,
     ObserverExpiredError,
     RejectedError,
     ReleasedError,
@@ -76,7 +74,7 @@ DENIED: Final = "NOPERM"
 FULL = "OOM"
 """First word of the error reply of a server at its `maxmemory`."""
 
-_REFUSALS: dict[str, type[RejectedError | NotReadyError]] = {
+_REFUSALS: dict[str, type[RejectedError]] = {
     "FENCED": FencedError,
     "CONFLICT": ConflictError,
     "GAP": TurnGapError,
@@ -85,7 +83,6 @@ _REFUSALS: dict[str, type[RejectedError | NotReadyError]] = {
     "EXPIRED": ObserverExpiredError,
     "CLOSED": EndOfRunError,
     "RELEASED": ReleasedError,
-    "RANK_UNCONFIRMED": NotReadyError,
     "TOOLARGE": GroupTooLargeError,
 }
 CODES: Final = frozenset({*_REFUSALS, "INVALID", "WAIT", "HELD", "DAMAGED", "FORMAT"})

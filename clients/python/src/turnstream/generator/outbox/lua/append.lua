@@ -3,22 +3,9 @@
 -- that are stored already, by their CRC (the last four bytes), are skipped. The first call of a
 -- writer creates the keys; every other call finds its own epoch there, or is refused.
 --
--- A trajectory is adopted in two slots: first in the ledger (adopt.lua), then here, by a first
--- call with the higher epoch, which may carry no record. Only then the new writer (B) reads the turns
--- of the old one (A):
---
---   A's turn before B's first call   stored; B finds it among the turns and continues after it
---   A's turn after it                FENCED; so is A's own first call, if that is late
---   A's seal before B's first call   stored; the ledger refuses A's event. B finds the seal and posts
---                                    it with its own epoch: the first seal wins
---   A's event before B's adoption    the trajectory is sealed, and adopt refuses
---   B dies before its first call     A may store more turns, and even a seal, but its event does not
---                                    fit the ledger. The next writer finds them
---   B sleeps before its first call,  B's call is FENCED if C's came first; else C's first call fences
---   and C adopts                     B, and C finds the turns of both, in order
---   abandoned in place of adopted    the planner makes a first call with an epoch above all writers'
---
--- So the epochs of a trajectory's entries only grow, and no two writers alternate.
+-- A trajectory is adopted in two slots: first in the ledger (adopt.lua), then here, by a first call with
+-- the higher epoch, which may carry no record: docs/decisions/0009-leases.md. So the epochs of its entries
+-- only grow, and no two writers alternate.
 --
 -- Arguments:
 --   ARGV[1] "<lease epoch>:<writer>" in the first call, later "<lease epoch>/<writer>", or the epoch

@@ -1,11 +1,8 @@
 #!lua
 -- Included by open_group: whether a new group may be opened now, and its first entries.
---
--- A group to train needs capacity, by the rule of batching/fold/capacity.py, where `trained` is the result of
--- admitting_step. A group to evaluate needs bytes alone: those of its samples at the usual size, in the run's
--- budget, and in the server's memory without a reserve. A group that a starving trainer waits for may exceed any
--- budget, and have half of the reserve. Why that cannot deadlock: docs/decisions/0018-byte-budgets.md. A group
--- that its writer opened before, and that a restarted store has lost, needs capacity only.
+-- Capacity: the rule of batching/fold/capacity.py, where `trained` is the result of admitting_step. Bytes:
+-- docs/decisions/0018-byte-budgets.md. A group that its writer opened before, and that a restarted store has
+-- lost, needs capacity only.
 --
 -- The group of a prompt records that the prompt is being sampled. A restarted store may have lost that: the
 -- prompts before it that were not given out are given out again. The group is refused where the store knows
