@@ -35,7 +35,7 @@ from turnstream_server.batcher.serving.registry import RunRegistry
 from turnstream_server.ledger.planning.manifests import read_plan
 from turnstream_server.ledger.queries.batch_facts import BatchNumbers, numbers_of
 from turnstream_server.ledger.queries.ledger import LedgerCounts, ledger_command, parse_ledger
-from turnstream_server.telemetry.instruments import Family, collected
+from turnstream_server.telemetry.instruments import Family, collected, sampled
 from turnstream_server.telemetry.log_counts import count_error
 from turnstream_server.telemetry.readiness import Readiness
 
@@ -56,46 +56,83 @@ _MAX_PLANS: Final = 8
 next reads."""
 
 
-_HELP: Final = {
-    "led_runs": "Runs that this replica leads at present.",
-    "leadership_lag_seconds": (
-        "Time since the leases of the led runs were renewed; 0 without led runs."
-    ),
-    "cache_bytes": "Bytes of assembled mini-batches in memory.",
-    "store_up": "1 if the metrics of runs could be read, 0 if not.",
-    "store_bytes": "Memory that the store uses.",
-    "store_limit_bytes": "Memory above which the store refuses writes; 0: no limit.",
-    "left_out_runs": "Runs without metrics, because at most 50 have them.",
-    "ingested_trajectories": (
-        "Trajectories that ended at their generator: sealed, abandoned or died."
-    ),
-    "ingested_turns": "Turns of sealed trajectories.",
-    "ingested_tokens": "Prompt and response tokens of the turns of sealed trajectories.",
-    "ingested_bytes": "Bytes of the stored turns of sealed trajectories.",
-    "trajectories": "Trajectories of the ledger by state.",
-    "accepted_trajectories": "Trajectories that were ever opened: the sum over the states.",
-    "conflicts": "Writes that were refused because their key has another content.",
-    "late_rewards": "Rewards that came after their group was decided.",
-    "waiting_groups": "Groups that are not decided.",
-    "ready_groups": "Groups that are decided, and in no batch.",
-    "wait_reasons": "Reasons why the run waits, by kind, as `turnstream why` has them.",
-    "step": "Newest step that is planned, stepped, or released.",
-    "ready_batches": "Batches that are planned and not stepped.",
-    "run_bytes": (
-        "Bytes of the run in the store: reserved by open trajectories, stored, or planned."
-    ),
-    "run_limit_bytes": "The setting `max_bytes`; 0: no limit.",
-    "newest_version": "Newest announced policy version.",
-    "batch_trajectories": "Trajectories of the newest batch.",
-    "batch_tokens": "Tokens of the rows of the newest batch.",
-    "padding_share": "Share of the positions of the newest batch that are padding.",
-    "merge_ratio": "Tokens of the separate turns / tokens of the rows, of the newest batch.",
-    "reward_mean": "Mean reward of the trajectories of the newest batch.",
-    "staleness_versions": (
-        "Versions between the newest announced one and the oldest that sampled the newest batch."
-    ),
-}
-"""The metrics, those of the replica first. Each begins with `turnstream_batcher_`."""
+def _of_runs(what: str, help_: str, *labels: str, kind: type[Family] = GaugeMetricFamily) -> Family:
+    return kind(f"turnstream_batcher_{what}", help_, labels=["run", *labels])
+
+
+_LED_RUNS = GaugeMetricFamily(
+    "turnstream_batcher_led_runs", "Runs that this replica leads at present."
+)
+_LEADERSHIP_LAG = GaugeMetricFamily(
+    "turnstream_batcher_leadership_lag_seconds",
+    "Time since the leases of the led runs were renewed; 0 without led runs.",
+)
+_CACHE_BYTES = GaugeMetricFamily(
+    "turnstream_batcher_cache_bytes", "Bytes of assembled mini-batches in memory."
+)
+_STORE_UP = GaugeMetricFamily(
+    "turnstream_batcher_store_up", "1 if the metrics of runs could be read, 0 if not."
+)
+_STORE_BYTES = GaugeMetricFamily("turnstream_batcher_store_bytes", "Memory that the store uses.")
+_STORE_LIMIT_BYTES = GaugeMetricFamily(
+    "turnstream_batcher_store_limit_bytes",
+    "Memory above which the store refuses writes; 0: no limit.",
+)
+_RUNS_LEFT_OUT = GaugeMetricFamily(
+    "turnstream_batcher_left_out_runs", "Runs without metrics, because at most 50 have them."
+)
+_INGESTED_TRAJECTORIES = _of_runs(
+    "ingested_trajectories",
+    "Trajectories that ended at their generator: sealed, abandoned or died.",
+    "outcome",
+    kind=CounterMetricFamily,
+)
+_INGESTED_TURNS = _of_runs(
+    "ingested_turns", "Turns of sealed trajectories.", kind=CounterMetricFamily
+)
+_INGESTED_TOKENS = _of_runs(
+    "ingested_tokens",
+    "Prompt and response tokens of the turns of sealed trajectories.",
+    kind=CounterMetricFamily,
+)
+_INGESTED_BYTES = _of_runs(
+    "ingested_bytes", "Bytes of the stored turns of sealed trajectories.", kind=CounterMetricFamily
+)
+_TRAJECTORIES = _of_runs("trajectories", "Trajectories of the ledger by state.", "state")
+_ACCEPTED = _of_runs(
+    "accepted_trajectories", "Trajectories that were ever opened: the sum over the states."
+)
+_CONFLICTS = _of_runs(
+    "conflicts", "Writes that were refused because their key has another content."
+)
+_LATE_REWARDS = _of_runs("late_rewards", "Rewards that came after their group was decided.")
+_GROUPS_WAITING = _of_runs("waiting_groups", "Groups that are not decided.")
+_GROUPS_READY = _of_runs("ready_groups", "Groups that are decided, and in no batch.")
+_WAIT_REASONS = _of_runs(
+    "wait_reasons", "Reasons why the run waits, by kind, as `turnstream why` has them.", "kind"
+)
+_STEPS = _of_runs("step", "Newest step that is planned, stepped, or released.", "state")
+_BATCHES_READY = _of_runs("ready_batches", "Batches that are planned and not stepped.")
+_RUN_BYTES = _of_runs(
+    "run_bytes",
+    "Bytes of the run in the store: reserved by open trajectories, stored, or planned.",
+    "part",
+)
+_RUN_LIMIT_BYTES = _of_runs("run_limit_bytes", "The setting `max_bytes`; 0: no limit.")
+_NEWEST_VERSION = _of_runs("newest_version", "Newest announced policy version.")
+_BATCH_TRAJECTORIES = _of_runs("batch_trajectories", "Trajectories of the newest batch.")
+_BATCH_TOKENS = _of_runs("batch_tokens", "Tokens of the rows of the newest batch.")
+_PADDING_SHARE = _of_runs(
+    "padding_share", "Share of the positions of the newest batch that are padding."
+)
+_MERGE_RATIO = _of_runs(
+    "merge_ratio", "Tokens of the separate turns / tokens of the rows, of the newest batch."
+)
+_REWARD_MEAN = _of_runs("reward_mean", "Mean reward of the trajectories of the newest batch.")
+_STALENESS = _of_runs(
+    "staleness_versions",
+    "Versions between the newest announced one and the oldest that sampled the newest batch.",
+)
 
 Families = dict[str, Family]
 """Metrics with a value, by their name."""
@@ -106,18 +143,10 @@ class _Batch(NamedTuple):
     numbers: BatchNumbers
 
 
-class ReplicaMetrics(Collector):
-    """Metrics of a replica and of at most MAX_RUNS runs; `views` returns important ones first."""
+class RunMetrics(Collector):
+    """The metrics of at most `MAX_RUNS` runs; `views` returns the important ones first."""
 
-    def __init__(
-        self,
-        url: str,
-        views: Callable[[], Sequence[RunView]],
-        keeper: LeadershipKeeper,
-        assembler: Assembler,
-    ) -> None:
-        self._keeper = keeper
-        self._assembler = assembler
+    def __init__(self, url: str, views: Callable[[], Sequence[RunView]]) -> None:
         self._client = connect(url, num_retries=0, silent_s=_ANSWER_S)
         self._views = views
         self._lock = threading.Lock()
@@ -131,30 +160,26 @@ class ReplicaMetrics(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Yield every metric that has a value."""
-        own: Families = {}
-        _put(own, "led_runs", self._keeper.num_terms)
-        _put(own, "leadership_lag_seconds", self._keeper.lag_s)
-        _put(own, "cache_bytes", self._assembler.num_bytes)
         with self._lock:
             if time.monotonic() - self._read_s >= FRESH_S:
                 self._families = self._read()
                 self._read_s = time.monotonic()
             families = self._families
-        yield from (*own.values(), *families.values())
+        yield from families.values()
 
     def _read(self) -> Families:
         families: Families = {}
         views = {view.run.name: view for view in reversed(self._views())}
         chosen = dict(list(reversed(views.items()))[:MAX_RUNS])
-        _put(families, "left_out_runs", len(views) - len(chosen))
+        _put(families, _RUNS_LEFT_OUT, len(views) - len(chosen))
         try:
             self._read_runs(chosen, families)
             self._read_store(families)
         except TurnstreamError as error:
             logger.debug("metrics of runs cannot be read: %s", error)
-            _put(families, "store_up", 0)
+            _put(families, _STORE_UP, 0)
         else:
-            _put(families, "store_up", 1)
+            _put(families, _STORE_UP, 1)
         return families
 
     def _read_runs(self, views: dict[str, RunView], families: Families) -> None:
@@ -201,12 +226,12 @@ class ReplicaMetrics(Collector):
     def _read_store(self, families: Families) -> None:
         with translating():
             memory: Any = self._client.info("memory")
-        _put(families, "store_bytes", int(memory.get("used_memory", 0)))
-        _put(families, "store_limit_bytes", int(memory.get("maxmemory", 0)))
+        _put(families, _STORE_BYTES, int(memory.get("used_memory", 0)))
+        _put(families, _STORE_LIMIT_BYTES, int(memory.get("maxmemory", 0)))
 
 
-_Value = tuple[str, dict[str, str], float | None]
-"""A metric, its labels in addition to `run`, and its value; None for none."""
+_Value = tuple[Family, tuple[str, ...], float | None]
+"""A metric, the values of its labels after `run`, and its value; None for none."""
 
 
 def _of_groups(snapshot: WaitSnapshot, view: RunView) -> Iterator[_Value]:
@@ -220,65 +245,62 @@ def _of_groups(snapshot: WaitSnapshot, view: RunView) -> Iterator[_Value]:
         return
     num_ready = snapshot.num_ready if view.num_ready is None else view.num_ready
     num_waiting = max(0, snapshot.num_live - snapshot.planned_groups - num_ready)
-    yield "waiting_groups", {}, num_waiting
-    yield "ready_groups", {}, num_ready
+    yield _GROUPS_WAITING, (), num_waiting
+    yield _GROUPS_READY, (), num_ready
     found: defaultdict[str, int] = defaultdict(int)
     exact = replace(snapshot, is_scanned=True, num_ready=num_ready, num_waiting=num_waiting)
     for reason in reasons(exact):
         found[str(reason.kind)] += 1
     for kind, number in found.items():
-        yield "wait_reasons", {"kind": kind}, number
+        yield _WAIT_REASONS, (kind,), number
 
 
 def _of_run(snapshot: WaitSnapshot) -> Iterator[_Value]:
     budget = snapshot.budget
-    yield "ready_batches", {}, max(0, snapshot.planned - snapshot.stepped)
+    yield _BATCHES_READY, (), max(0, snapshot.planned - snapshot.stepped)
     for state in ("planned", "stepped", "released"):
-        yield "step", {"state": state}, getattr(snapshot, state)
+        yield _STEPS, (state,), getattr(snapshot, state)
     for part in ("reserved", "stored", "planned"):
-        yield "run_bytes", {"part": part}, getattr(budget, part)
-    yield "run_limit_bytes", {}, snapshot.config.max_bytes
-    yield "newest_version", {}, snapshot.newest_version
+        yield _RUN_BYTES, (part,), getattr(budget, part)
+    yield _RUN_LIMIT_BYTES, (), snapshot.config.max_bytes
+    yield _NEWEST_VERSION, (), snapshot.newest_version
 
 
 def _of_ledger(counts: LedgerCounts) -> Iterator[_Value]:
     for state, number in counts.by_state.items():
-        yield "trajectories", {"state": str(state)}, number
-    yield "accepted_trajectories", {}, counts.accepted
-    yield "conflicts", {}, counts.num_conflicts
-    yield "late_rewards", {}, counts.num_late_rewards
+        yield _TRAJECTORIES, (str(state),), number
+    yield _ACCEPTED, (), counts.accepted
+    yield _CONFLICTS, (), counts.num_conflicts
+    yield _LATE_REWARDS, (), counts.num_late_rewards
 
 
 def _of_ingest(ingested: Ingested) -> Iterator[_Value]:
     for outcome in ("sealed", "abandoned", "died"):
-        yield "ingested_trajectories", {"outcome": outcome}, ingested.outcomes[outcome]
-    yield "ingested_turns", {}, ingested.num_turns
-    yield "ingested_tokens", {}, ingested.num_tokens
-    yield "ingested_bytes", {}, ingested.num_bytes
+        yield _INGESTED_TRAJECTORIES, (outcome,), ingested.outcomes[outcome]
+    yield _INGESTED_TURNS, (), ingested.num_turns
+    yield _INGESTED_TOKENS, (), ingested.num_tokens
+    yield _INGESTED_BYTES, (), ingested.num_bytes
 
 
 def _of_batch(batch: BatchNumbers, snapshot: WaitSnapshot) -> Iterator[_Value]:
-    yield "batch_trajectories", {}, batch.num_trajectories
-    yield "batch_tokens", {}, batch.num_tokens
-    yield "padding_share", {}, batch.padding_share
-    yield "merge_ratio", {}, batch.merge_ratio
-    yield "reward_mean", {}, batch.mean_reward
+    yield _BATCH_TRAJECTORIES, (), batch.num_trajectories
+    yield _BATCH_TOKENS, (), batch.num_tokens
+    yield _PADDING_SHARE, (), batch.padding_share
+    yield _MERGE_RATIO, (), batch.merge_ratio
+    yield _REWARD_MEAN, (), batch.mean_reward
     if snapshot.newest_version is not None and batch.oldest_version is not None:
         staleness = snapshot.newest_version - batch.oldest_version
-        yield "staleness_versions", {}, staleness if staleness >= 0 else None
+        yield _STALENESS, (), staleness if staleness >= 0 else None
 
 
 def _add(families: Families, run: str, values: Iterable[_Value]) -> None:
-    for name, labels, value in values:
+    for metric, labels, value in values:
         if value is not None:
-            _put(families, name, value, run=run, **labels)
+            _put(families, metric, value, run, *labels)
 
 
-def _put(families: Families, name: str, value: float, **labels: str) -> None:
-    if name not in families:
-        kind = CounterMetricFamily if name.startswith("ingested_") else GaugeMetricFamily
-        families[name] = kind(f"turnstream_batcher_{name}", _HELP[name], labels=[*labels])
-    families[name].add_metric([*labels.values()], value)
+def _put(families: Families, metric: Family, value: float, *labels: str) -> None:
+    families.setdefault(metric.name, sampled(metric)).add_metric(labels, value)
 
 
 def _checked(reply: Any) -> Any:
@@ -307,7 +329,22 @@ def observed_replica(
     readiness.add("store", lambda: health.trouble)
     readiness.add("leadership", leadership)
     with (
-        contextlib.closing(ReplicaMetrics(url, runs.views, keeper, assembler)) as metrics,
-        collected(metrics),
+        contextlib.closing(RunMetrics(url, runs.views)) as of_runs,
+        collected(of_runs),
+        collected(_ReplicaMetrics(keeper, assembler)),
     ):
         yield
+
+
+class _ReplicaMetrics(Collector):
+    """Metrics whose values are there already."""
+
+    def __init__(self, keeper: LeadershipKeeper, assembler: Assembler) -> None:
+        self._keeper = keeper
+        self._assembler = assembler
+
+    def collect(self) -> Iterator[Family]:
+        """Yield each metric."""
+        yield sampled(_LED_RUNS, ([], self._keeper.num_terms))
+        yield sampled(_LEADERSHIP_LAG, ([], self._keeper.lag_s))
+        yield sampled(_CACHE_BYTES, ([], self._assembler.num_bytes))
