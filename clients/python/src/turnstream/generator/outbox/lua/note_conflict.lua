@@ -4,7 +4,6 @@
 -- Arguments: ARGV[1] trajectory id    ARGV[2] why it was refused
 
 local CONFLICTS = KEYS[1]
-
 -- include: turnstream.store.run/server_time.lua
 
 redis.call('HINCRBY', CONFLICTS, 'num', 1)
