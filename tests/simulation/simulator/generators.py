@@ -9,6 +9,7 @@ from simulator.processes import Process
 from simulator.shared_state import URL, SharedState
 from turnstream.errors import (
     EndOfRunError,
+    InvalidTurnError,
     NotReadyError,
     PromptsExhaustedError,
     RejectedError,
@@ -43,6 +44,8 @@ class Generator:
         started: trajectories that it started; it neither starts them again nor adopts them.
         abandoned: started trajectories that it abandoned; a store that lost this may assign them
             again.
+        adopting: started trajectories whose adoption is not answered. A task whose answer was lost
+            has lapsed: it may be assigned again and adopted at the same time.
     """
 
     def __init__(self, process: Process, shared: SharedState) -> None:
@@ -56,6 +59,7 @@ class Generator:
         self.started: set[TrajectoryKey] = set()
         self.refills: set[TrajectoryKey] = set()
         self.abandoned: set[TrajectoryKey] = set()
+        self.adopting: set[TrajectoryKey] = set()
 
     def has_resent(self) -> bool:
         """Return whether the publisher knows the store's present start and resent all lost writes.
@@ -125,7 +129,7 @@ class Generator:
         assigned = [trajectory.key for trajectory in task.trajectories]
         for key in assigned:
             self._history.wrote(key, self.process.name)  # no other process may write it now
-        known = {*assigned} & (self.started - self.abandoned)
+        known = {*assigned} & (self.started - self.abandoned - self.adopting)
         are_refills = all(key.attempt and key not in self.refills for key in known)
         if known and not are_refills and "cut" not in self._world.counts:
             self._world.fail(f"{self.process.name} is given the task {task.group_id} twice")
@@ -183,7 +187,11 @@ class Generator:
         if refill.key in self.started:
             return  # it was opened directly at the same time
         self.started.add(refill.key)
-        await self._episode(self._publisher.refill_trajectory(refill))
+        try:
+            await self._episode(self._publisher.refill_trajectory(refill))
+        except InvalidTurnError:
+            if "cut" not in self._world.counts:  # else the store has lost the attempts before it
+                raise
 
     async def _adopt(self) -> None:
         rng, own_name = self._rng, self.process.name
@@ -199,11 +207,14 @@ class Generator:
         self.started.add(key)
         epoch, writer_name = self._current_writer(key)
         self._history.wrote(key, own_name)  # the store may adopt it, and the reply be lost
+        self.adopting.add(key)
         try:
             writer = await self._publisher.adopt(key.group_id, key.sample, key.attempt)
         except TurnstreamError:
             self.started.discard(key)
             raise
+        finally:
+            self.adopting.discard(key)
         queue = writer._queue
         is_next = queue is not None and queue.epoch == epoch + 1
         if is_next and self._world.must_keep_leases(writer_name):
