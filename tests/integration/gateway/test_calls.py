@@ -159,6 +159,20 @@ def test_other_calls_without_effect_use_up_their_numbers(api: Any, worker: Canne
     assert worker.ran[-1] == last["request_id"]
 
 
+def test_a_checkpoint_of_another_rank_cannot_be_loaded(api: Any):
+    session = api.session()
+    small = api.model(session)
+    large = api.model(session, 1, lora_config={"rank": 16})
+    save = api.answer("save_weights", model_id=large, seq_id=1, path="s")["request_id"]
+    path = api.result(save)["path"]
+
+    load = {"model_id": small, "seq_id": 1, "path": path, "optimizer": True}
+    refused = api.answer("load_weights", **load)["request_id"]
+
+    words = "lora_rank of checkpoint .* is 16, that of the model 8"
+    assert re.search(words, api.result(refused)["error"])
+
+
 def test_a_repeated_number_is_the_same_request(api: Any, worker: CannedWorker):
     model = api.model()
     sampler = api.sampler(model.partition(":")[0])

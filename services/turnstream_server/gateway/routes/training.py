@@ -10,6 +10,7 @@ from typing import Final, Literal, get_args
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response
 
+from turnstream.errors import RunNotFoundError
 from turnstream_server.gateway.bodies import Body, LargeBody
 from turnstream_server.gateway.parsers import IN_LOOP_BYTES
 from turnstream_server.gateway.state import DENSE_BYTES_PER_S, session_of
@@ -25,11 +26,14 @@ from turnstream_server.gateway.tinker.model_calls import read_model_call
 from turnstream_server.gateway.tinker.training_calls import read_training_call
 from turnstream_server.gateway.tinker_caller import Authenticated, TinkerCaller
 from turnstream_server.operations.contents import (
+    Content,
     ForwardBackwardRun,
+    LoadWeights,
     SaveForSampler,
     encode_content,
     identity_of,
 )
+from turnstream_server.operations.models import ModelRecord
 from turnstream_server.operations.request_ids import RequestId
 from turnstream_server.operations.results import Failure
 from turnstream_server.operations.sessions import add_member
@@ -74,14 +78,15 @@ for _route in _SUBMITTED:
 async def submit_model_call(caller: TinkerCaller, body: bytes, *, route: _Route) -> Response:
     """Submit a numbered call without datums."""
     call = read_model_call(body, route=route)
-    await open_model(caller, call.model_id, number=call.seq_id)
+    model = await open_model(caller, call.model_id, number=call.seq_id)
     content = call.content
     if isinstance(content, Failure):
         prepared = Prepared(body, content)
     elif isinstance(content, ForwardBackwardRun):
         prepared = await prepare_run_call(caller, content)
     else:
-        prepared = Prepared(encode_content(content), identity=identity_of(content))
+        refusal = await _refusal(caller, model, content)
+        prepared = Prepared(encode_content(content), refusal, identity_of(content))
     if isinstance(content, SaveForSampler) and content.sampling_session_seq_id is not None:
         session_id = session_of(call.model_id)
         sampler_id = f"{session_id}:sample:{content.sampling_session_seq_id}"
@@ -124,3 +129,23 @@ def _require_dense_room(caller: TinkerCaller, num_bytes: int) -> None:
         limit = f"{DENSE_BYTES_PER_S >> 20} MiB/s"
         detail = f"sparse rows of this key became more than {limit} of dense values: wait"
         raise HTTPException(429, detail, {"Retry-After": str(math.ceil(wait_s))})
+
+
+async def _refusal(caller: TinkerCaller, model: ModelRecord, content: Content) -> Failure | None:
+    """Return why a model cannot load a checkpoint; None if it can, and for other calls.
+
+    An earlier call that still waits may save one of the model itself: its worker checks that.
+    """
+    if not isinstance(content, LoadWeights) or content.path.model_id == model.model_id:
+        return None
+    path = content.path
+    try:
+        saved = await caller.shared_checkpoint(path)
+    except RunNotFoundError as error:
+        return Failure(str(error), "user")
+    for name in ("base_model", "lora_rank"):
+        own, other = getattr(model, name), getattr(saved, name)
+        if own != other:
+            text = f"{name} of checkpoint {str(path)!r} is {other!r}, that of the model {own!r}"
+            return Failure(text, "user")
+    return None
