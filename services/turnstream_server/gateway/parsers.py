@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from anyio import BrokenWorkerProcess, CapacityLimiter, to_process
 
 from turnstream.errors import RecordError, UnavailableError
-from turnstream_server.free_memory import return_free_memory
+from turnstream_server.interpreter import return_free_memory
 from turnstream_server.keys.limits import Places
 
 IN_LOOP_BYTES: Final = 64 << 10

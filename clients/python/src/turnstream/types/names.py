@@ -206,6 +206,8 @@ def text_trouble(text: object) -> str:
 
 def checked_text(text: object, *, field: str) -> str:
     """Return a text of a turn, a trajectory or a reward; InvalidTurnError if it is no UTF-8."""
+    if type(text) is str and text.isascii():  # most texts
+        return text
     if trouble := text_trouble(text):
         raise InvalidTurnError(field, trouble)
     return str(text)

@@ -23,6 +23,8 @@ def finite_number(value: Any, *, field: str, refusal: _Refusal = InvalidTurnErro
 
     Every check of this module raises an error of type `refusal`, which names field and value.
     """
+    if type(value) is float and math.isfinite(value):  # most values
+        return value
     if isinstance(value, str | bytes | bytearray):  # float() would parse them
         raise refusal(field, f"{quoted(value)} is not a number")
     try:
