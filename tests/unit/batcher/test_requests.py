@@ -41,6 +41,7 @@ WITHDRAWN = Frontier(
 
 
 RESTARTED = replace(WITHDRAWN, session="next")
+UNTRAINED = replace(WITHDRAWN, session_epoch=0, dp_world_size=0)
 
 
 @pytest.mark.parametrize("session_epoch", [0, 2])
@@ -59,11 +60,23 @@ def test_rank_of_a_lost_session_gets_what_the_store_has() -> None:
         check_caller(request, WITHDRAWN)
 
 
-def test_rank_gets_the_name_of_the_newer_session() -> None:
-    request = wire.GetRequest(step=3, dp_world_size=1, session_epoch=2)
+@pytest.mark.parametrize(
+    ("session_epoch", "frontier", "words"),
+    [
+        (2, RESTARTED, "trainer session 2 has ended, 3 has begun"),
+        (4, RESTARTED, "trainer session 4 was lost, the newest of the store is 3"),
+        (4, WITHDRAWN, "trainer session 4 was lost, the newest of the store is 3"),
+        (1, UNTRAINED, "trainer session 1 was lost, the newest of the store is 0"),
+        (0, UNTRAINED, "a batch needs a trainer session, and the run has none yet"),
+    ],
+)
+def test_rank_gets_the_name_of_the_newest_session(
+    session_epoch: int, frontier: Frontier, words: str
+) -> None:
+    request = wire.GetRequest(step=3, dp_world_size=1, session_epoch=session_epoch)
 
-    with pytest.raises(FencedError, match="trainer session 2 has ended, 3 has begun"):
-        check_caller(request, RESTARTED)
+    with pytest.raises(FencedError, match=words):
+        check_caller(request, frontier)
 
 
 def test_rank_of_another_world_size_is_refused() -> None:

@@ -13,6 +13,7 @@ import redis.asyncio
 from turnstream.errors import (
     ConflictError,
     CorruptRecordError,
+    FencedError,
     InvalidConfigError,
     StoreBehindError,
 )
@@ -254,6 +255,8 @@ def check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
     if request.observer:
         return
     check_session(frontier, caller_of(request))
+    if not request.session_epoch:
+        raise FencedError("a batch needs a trainer session, and the run has none yet")
     check_lost(frontier)
     if request.dp_world_size != frontier.dp_world_size:
         raise ConflictError(

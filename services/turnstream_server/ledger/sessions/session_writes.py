@@ -125,7 +125,9 @@ def check_session(frontier: Frontier, caller: TrainerRank) -> None:
     """Refuse a call of another session; withdrawn plans leave a session without a name."""
     epoch, name = frontier.session_epoch, frontier.session
     why = ""
-    if caller.epoch != epoch and not name:
+    if caller.epoch > epoch:
+        why = f"{caller.epoch} was lost, the newest of the store is {epoch}"
+    elif caller.epoch < epoch and not name:
         why = f"{caller.epoch} has ended: payload was damaged and plans were withdrawn; start "
         why += "another session with the token of the last checkpoint"
     elif caller.epoch != epoch:
