@@ -7,7 +7,9 @@ import pytest
 
 from turnstream.errors import ConflictError, FencedError, InvalidConfigError, StoreBehindError
 from turnstream.records.events import decode_event
-from turnstream.types import Event, RecoveryToken, RolledBack
+from turnstream.types import Event, RecoveryToken, RolledBack, VersionAnnounced
+from turnstream_server.ledger.sessions import sessions
+from turnstream_server.ledger.sessions.session_writes import Facts, TrainerRank
 
 BEGINNING = RecoveryToken(lineage="main", step=0, chain_hash="")
 
@@ -64,6 +66,25 @@ async def test_replaced_session_cannot_start_again(run: Any) -> None:
         await run.start("old")
 
     await run.step(new, 1)
+
+
+async def test_session_knows_a_version_announced_while_it_starts(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its trainer would announce the same number with other weights, and be refused.
+    old = TrainerRank((await run.start("old")).session_epoch)
+    read = sessions._read
+
+    async def read_before_announcement(*args: Any) -> Facts:
+        facts = await read(*args)
+        monkeypatch.undo()
+        announced = VersionAnnounced(version=3, step=0, lineage="", weights_uri="")
+        await sessions.announce_version(run.client, run.name, old, announced)
+        return facts
+
+    monkeypatch.setattr(sessions, "_read", read_before_announcement)
+
+    assert (await run.start("new")).newest_version == 3
 
 
 @pytest.mark.parametrize(

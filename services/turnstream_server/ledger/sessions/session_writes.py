@@ -166,6 +166,7 @@ def start(
     _check_token(facts, token)
 
     changes = facts.expected("stepped", "committed", "released", "checkpoints")
+    changes.expect_newest("versions", facts.newest)
     if step != stepped:
         lineage = next_lineage(lineage)
         rollbacks = [Rollback(lineage, step, stepped), *frontier.rollbacks][:_MAX_ROLLBACKS]
