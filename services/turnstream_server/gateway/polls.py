@@ -51,6 +51,7 @@ class Polls:
         self._client = client
         self._listener = listener
         self._events: dict[str, set[asyncio.Event]] = {}
+        self._unread: set[asyncio.Event] = set()  # of polls whose last read failed
         self._held: set[asyncio.Timeout] = set()
         self._position: Any = None
         self._reads = asyncio.Semaphore(_MAX_READS)
@@ -90,6 +91,7 @@ class Polls:
         except TimeoutError:
             return None
         finally:
+            self._unread.discard(notified)
             events.discard(notified)
             if not events:
                 self._events.pop(str(request_id), None)
@@ -119,6 +121,7 @@ class Polls:
                 found = await self._read(request_id)
             except UnavailableError as error:
                 logger.debug("a poll waits for the store: %s", error)
+                self._unread.add(notified)
                 found = None
             if found is not None or is_last:
                 return found
@@ -152,7 +155,8 @@ class Polls:
     async def _listen(self) -> None:
         """Notify the polls of the next entries of the stream of finished requests.
 
-        At the start and after an error all polls read for themselves: entries may be missed.
+        At the start and after an error all polls read for themselves: entries may be missed. Later
+        those do whose last read has failed.
         """
         position: Any = self._position
         self._position = None  # it stays None after an error
@@ -161,6 +165,9 @@ class Polls:
                 newest: Any = await self._listener.xrevrange(DONE, count=1)
                 position = newest[0][0] if newest else "0"
                 self._notify(*self._events)
+            for each in self._unread:
+                each.set()
+            self._unread.clear()
             found: Any = await self._listener.xread(
                 {DONE: position}, block=round(_BLOCK_S * 1000), count=_COUNT
             )

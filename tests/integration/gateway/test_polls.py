@@ -19,14 +19,16 @@ import redis.asyncio
 from testkit import wait_until, wait_until_async
 from testkit.canned_worker import CannedWorker
 from testkit.gateway_thread import GatewayThread
+from turnstream.errors import StoreUnavailableError
 from turnstream.store.client.connection import connect_async
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.gateway.polls import Polls
 from turnstream_server.models.sampling_params import SamplingParams
 from turnstream_server.operations import kept_results
 from turnstream_server.operations.bases import BaseModel
 from turnstream_server.operations.kept_results import FETCHED_S, UNFETCHED_S, drop_due
 from turnstream_server.operations.keys import RESULTS, model_keys
-from turnstream_server.operations.request_ids import parse_request_id
+from turnstream_server.operations.request_ids import RequestId, parse_request_id
 from turnstream_server.operations.samplers import read_sampler, submit_sample
 
 NUM_POLLS = 2_000
@@ -250,6 +252,27 @@ def test_polls_are_held_while_the_store_is_away(
         assert held_s >= 2.0
         assert api.result(request_id)["metrics"] == {"loss:sum": 11.0}
         assert api.train(model, 2).status_code == 200
+
+
+async def test_poll_whose_read_failed_reads_again_before_its_end(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("turnstream_server.gateway.polls._BLOCK_S", 0.1)
+    model, request_id = "S:train:0", RequestId("S:train:0", 1)
+    failures = iter([StoreUnavailableError("the store has too many connections")] * 2)
+
+    async def check() -> None:
+        for failure in failures:  # the first one may be before the first read of the subscription
+            raise failure
+
+    async with connect_async(server.url) as client, connect_async(server.url) as listener:
+        await client.hset(model_keys(model).commands, "1", "")
+        await client.hset(model_keys(model).results, "1", "the result")
+        held = Polls(client, listener)
+        async with asyncio.timeout(30), held.listening():
+            found = await held.result(request_id, hold_s=600, check=check)
+
+    assert found == b"the result"
 
 
 def test_a_stop_ends_held_polls_at_once(
