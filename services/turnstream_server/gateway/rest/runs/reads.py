@@ -20,7 +20,6 @@ from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import TrajectoryState
 from turnstream_server.gateway.rest.bodies import ARROW
 from turnstream_server.gateway.rest.caller import Read, RunName
-from turnstream_server.gateway.rest.problems import Reason
 from turnstream_server.ledger.queries.batch_facts import BatchNumbers, batch_facts, page_of_batches
 from turnstream_server.ledger.queries.ledger import ledger_facts
 from turnstream_server.ledger.queries.run_snapshot import read_snapshot
@@ -101,11 +100,19 @@ class Ledger(BaseModel):
     full: str | None = Field(description="Why the run takes no more bytes; null if it does.")
 
 
+class Why(BaseModel):
+    """A reason why a run waits."""
+
+    kind: str = Field(examples=["too_few_ready"])
+    sentence: str = Field(examples=["step 1 waits for 95 s: 1 of 2 groups ready, 1 open"])
+    facts: dict[str, str | int | float | None] = Field(description="Values of the sentence.")
+
+
 class Waits(BaseModel):
     """Why a run waits, the most important reason first."""
 
     run: str
-    reasons: list[Reason]
+    reasons: list[Why]
 
 
 class BatchLine(BaseModel):

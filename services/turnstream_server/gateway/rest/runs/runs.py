@@ -73,15 +73,15 @@ class Revision(Body):
     )
 
 
-class Stop(Body):
-    """Why a run is paused or closed."""
+class Reason(Body):
+    """Why the state of a run is changed."""
 
     reason: StrictStr = Field(
         "", max_length=1000, description="Shown to programs that wait.", examples=["maintenance"]
     )
 
 
-class Closing(Stop):
+class Closing(Reason):
     """How a run is closed."""
 
     leftover: Literal["short", "carry", "drop"] | None = Field(
@@ -284,7 +284,7 @@ async def patch_config(run: RunName, revision: Revision, caller: Admin) -> Respo
 
 
 @router.post("/runs/{run}/pause", response_model=RunState, summary="Pause a run")
-async def post_pause(run: RunName, caller: Admin, body: Stop | None = None) -> Response:
+async def post_pause(run: RunName, caller: Admin, body: Reason | None = None) -> Response:
     """Admit no new group and plan no batch; open groups and planned batches continue."""
     reason = "" if body is None else body.reason
     return await _changed(caller, run, lambda client, run: runs.pause_run(client, run, reason))
