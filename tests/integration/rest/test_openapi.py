@@ -108,13 +108,13 @@ def api() -> Iterator[Api]:
         yield Api(f"{gateway.base_url}{PREFIX}", session, schemathesis.openapi.from_dict(DOCUMENT))
 
 
-@pytest.mark.hypothesis
 def test_components_keep_the_names_of_generated_clients() -> None:
     names = DOCUMENT["components"]["schemas"]
 
     assert {"Reason-Input", "Reason-Output", "Why", "Closing", "Problem"} <= names.keys()
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize(ARGUMENTS, OPERATIONS)
 def test_random_requests_have_documented_answers(api: Api, method: str, path: str) -> None:
     @given(case=api.schema[path][method].as_strategy())
