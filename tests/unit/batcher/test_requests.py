@@ -70,7 +70,7 @@ def test_rank_of_a_lost_session_gets_what_the_store_has() -> None:
         (0, UNTRAINED, "a batch needs a trainer session, and the run has none yet"),
     ],
 )
-def test_rank_gets_the_name_of_the_newest_session(
+def test_rank_gets_the_name_of_the_newer_session(
     session_epoch: int, frontier: Frontier, words: str
 ) -> None:
     request = wire.GetRequest(step=3, dp_world_size=1, session_epoch=session_epoch)
