@@ -82,7 +82,7 @@ class RunRegistry:
         return self._entries[run].view
 
     def views(self) -> list[RunView]:
-        """Return the runs in which this replica takes part, by name, the parked ones last."""
+        """Return the runs in which this replica takes part, sorted; parked ones are last."""
         views = [entry.view for entry in [*self._entries.values()] if not entry.task.done()]
         return sorted(views, key=lambda view: (self._parked.is_parked(view.run), view.run))
 

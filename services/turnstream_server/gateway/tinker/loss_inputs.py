@@ -69,7 +69,7 @@ class LossInput(NamedTuple):
 
 
 class RawDatum(NamedTuple):
-    """A datum as it was sent: the tokens of its chunks, int32, and the loss inputs by name."""
+    """A datum as it was sent: the tokens of its chunks, int32, and its named loss inputs."""
 
     chunks: Sequence[NDArray[np.int32]]
     inputs: Mapping[str, LossInput]

@@ -298,7 +298,7 @@ def aggregate(
             the rows' token weights here, and summed in float32 or wider.
         part: the rows of the losses, in any layout.
         mode: the average; None takes the run's `aggregation`, as shipped with the batch.
-        denominators: of the whole mini-batch; None takes those that were shipped with it.
+        denominators: numbers of the whole mini-batch; None takes those shipped with it.
         averaged_over: divisor of the framework: the number of ranks if it averages gradients (DDP,
             FSDP), times the accumulation steps if it divides by them (DeepSpeed), 1 if it sums.
 

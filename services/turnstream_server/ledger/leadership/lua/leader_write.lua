@@ -17,8 +17,8 @@
 --                EXTEND  field, bytes that are added to the end of its value; ...
 --                CUT     id: removes the entries of a stream from this one on. The next entry may
 --                        have a lower id than they had
--- Reply:     {time in ms, the reply of each command}, or {0, key, field, its value or false} of the first fact
---            that does not hold: nothing was written
+-- Reply:     {time in ms, the reply of each command}. If a fact does not hold, nothing was written, and
+--            the reply is {0, key, field, its value or false} for the first such fact
 -- Errors:    FENCED  another planner leads the run
 
 local LEADER = KEYS[1]

@@ -5,88 +5,88 @@ name has `~2`, `~3` .. after the brace, `ts:{<run>}~2:`: all of them share the s
 
 =========  ======  ==========================================================================
 events     stream  inputs of the plan, in order; field `r` = event record; where a generator wrote
-                   it, `t` = the id of its trajectory
-plan       stream  manifests, ids `<step>-<revision>`, one per step; field `r` = manifest record
-wake       stream  one entry, no data: written whenever a refused call may now succeed
-versions   stream  announced weights, ids `<version + 1>-0`; field `r` = event record
-ledger     hash    trajectory id -> its state, see below
-counts     hash    state -> number of trajectories; `accepted`, their sum; `late_rewards`; of dead
-                   ones `discarded` and `dead_bytes`
-groups     hash    group name -> `<num_samples>:<state>`; the state is `open`, `decided` once it
-                   takes no more samples, then `planned` or the reason of its drop; of an
-                   evaluation `evaluating`, then `evaluated`
-members    hash    group name -> `<num_needed>:<highest attempt>:<refills granted>:<prompt_uid>`, of
-                   groups that need fewer members than samples, or had further attempts; the
-                   prompt_uid once a refill was granted
-deadlines  zset    `group:<group name>` and `reward:<trajectory id>`, by ms of the run's own time
-clock      hash    the run's own time, independent of jumps of the store's clock: `ms` at `at_ms` of
-                   the store's clock, and at most `most_ms` more, see run_clock.py
-refills    zset    ids of granted attempts that are not open, by when they were granted
+                   it, `t` = the id of its trajectory.
+plan       stream  manifests, ids `<step>-<revision>`, one per step; field `r` = manifest record.
+wake       stream  one entry, no data: written whenever a refused call may now succeed.
+versions   stream  announced weights, ids `<version + 1>-0`; field `r` = event record.
+ledger     hash    trajectory id -> its state, see below.
+counts     hash    state -> number of trajectories; `accepted`, their sum; `late_rewards`;
+                   `discarded` and `dead_bytes`, for dead ones.
+groups     hash    group name -> `<num_samples>:<state>`. The state is `open`, `decided` once it
+                   takes no more samples, then `planned` or the reason of its drop. Evaluations
+                   are `evaluating`, then `evaluated`.
+members    hash    group name -> `<num_needed>:<highest attempt>:<refills granted>:<prompt_uid>`.
+                   Only groups that need fewer members than samples, or had further attempts, have
+                   an entry. The prompt_uid is empty until a refill was granted.
+deadlines  zset    `group:<group name>` and `reward:<trajectory id>`, by ms of the run's own time.
+clock      hash    the run's own time, independent of jumps of the store's clock. It is `ms` at
+                   `at_ms` of the store's clock, and later at most `most_ms` more: run_clock.py.
+refills    zset    ids of granted attempts that are not open, by when they were granted.
 rewards    hash    trajectory id in the ledger -> CRC of its posted reward, `late:<CRC>` after the
-                   decision of its group, `missed` after its deadline
-frontier   hash    counters of the run: stepped, committed, planned, released (the newest step whose
-                   payload may be gone), folded (the newest step with a compact record), ends (the
-                   newest number in `ended`), live_groups, open_groups, opened_groups,
-                   planned_groups; marking, the newest planned step while some of its groups are
-                   not marked as planned, see plan_writes.py;
-                   announced, the step of the newest weights that the session announced;
-                   the session: session_epoch, session, dp_world_size, lineage, session_ms (its
-                   start or end), session_token, session_lost (`<step>:<why>`, while its ranks
-                   differ in a step);
-                   times: opened_ms, of the newest group to train; at_plans, as of the newest two
-                   plans `<step>:<groups dropped by then>:<planned_groups>`;
-                   history: checkpoints, the committed steps `<step>,<step>`; rollbacks, the newest
-                   16 lineages as `<lineage>:<step>:<stepped before>`;
-                   of a forked run: origin, `<run>:<step>:<trajectories>:<manifest hash>`;
-                   version_floor, the limit of its versions;
-                   control: closed (0 or 1), leftover (see RunClosed), finished, paused (reason);
-                   next_revision, the first step of the next config, or 0;
-                   damage: damaged, `<step>:<manifest hash>:<sentence>`; replan, the pending
-                   request; replanned, the newest answer, `<request>:<JSON>`;
-                   withdrawn, `<revision>:<step>`, the number of withdrawals and the newest step
-batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`; from `released` on
+                   decision of its group, `missed` after its deadline.
+frontier   hash    Steps: stepped, committed, planned, released (the newest one whose payload may be
+                   gone), folded (the newest one with a compact record). Also marking, the newest
+                   planned step while some of its groups are not marked: see plan_writes.py.
+                   Counters: live_groups, open_groups, opened_groups, planned_groups, ends (the
+                   newest number in `ended`).
+                   The session: session_epoch, session, dp_world_size, lineage, session_ms (its
+                   start or end), session_token, announced (the step of its newest weights),
+                   session_lost (`<step>:<why>`, while its ranks differ in a step).
+                   Times: opened_ms, when the newest group to train was opened. at_plans has
+                   `<step>:<groups dropped by then>:<planned_groups>` of the newest two plans.
+                   History: checkpoints, the committed steps `<step>,<step>`. rollbacks has the
+                   newest 16 lineages as `<lineage>:<step>:<stepped before>`.
+                   A fork: origin, `<run>:<step>:<trajectories>:<manifest hash>`, and version_floor,
+                   the limit of its versions.
+                   Control: closed (0 or 1), leftover (see RunClosed), finished, paused (reason),
+                   next_revision (the first step of the next config, or 0).
+                   Damage: damaged, `<step>:<manifest hash>:<sentence>`. replan is the pending
+                   request, and replanned the newest answer, `<request>:<JSON>`. withdrawn is
+                   `<revision>:<step>`, the number of withdrawals and the newest step.
+batches    hash    step -> `<trajectories planned up to it>:<manifest hash>`; from `released` on.
 observers  hash    name -> `<newest step seen>:<expiry, ms of the run's own time, 0 after
                    it>:<length in ms>`, then `:<first step it missed>` after an expiry, then
-                   `@<owner>`, the owner of its API key
+                   `@<owner>`, the owner of its API key.
 leader     hash    epoch, owner, expires_ms, lease_ms; planning_trouble and release_trouble, its
-                   errors; parked, `<last event id> <last wake id>`, of an idle run without a leader
+                   errors. An idle run without a leader has parked, which is
+                   `<last event id> <last wake id>`.
 config     hash    revision -> JSON of the batching config, with the `format` of the run's stored
                    state; `newest` -> the revision in force; `from:<revision>` -> its first step,
                    `at:<revision>` -> id of the event that put it in force; `last` -> the last
-                   revision; `lease_floor`, see lease_end.lua
-prompts    hash    number, from 1 -> record of a prompt that is not done, see add_prompts.lua;
-                   added, the newest number; next, the newest that was opened as a group; done,
-                   the number of finished ones; filtered, those of them without a signal;
-                   most_samples, the largest num_samples
-tasks      hash    group name -> number of its prompt, while the group is not finished
-again      zset    numbers of prompts whose group failed, to be sampled again
-leases     zset    id of every open trajectory -> end of its lease, ms of server time
-sessions   hash    name of every trainer session that ever began -> its epoch
-ranks      hash    dp_rank -> `<step>:<manifest hash>`, the newest batch it may have, of sessions of
-                   several ranks; `stepped:<dp_rank>`, alike, and `committed:<dp_rank>` -> step, of
-                   ranks that acknowledge for themselves
+                   revision; `lease_floor`, see lease_end.lua.
+prompts    hash    number, from 1 -> record of a prompt that is not done, see add_prompts.lua.
+                   added is the newest number, and next the newest that was opened as a group. done
+                   counts the finished ones, and filtered those of them without a signal.
+                   most_samples is the largest num_samples.
+tasks      hash    group name -> number of its prompt, while the group is not finished.
+again      zset    numbers of prompts whose group failed, to be sampled again.
+leases     zset    id of every open trajectory -> end of its lease, ms of server time.
+sessions   hash    name of every trainer session that ever began -> its epoch.
+ranks      hash    dp_rank -> `<step>:<manifest hash>`, the newest batch that it may have, if the
+                   session has several ranks. `stepped:<dp_rank>` -> the same for the newest batch
+                   that it has stepped. `committed:<dp_rank>` -> the newest step that it committed.
 times      hash    `planned:<step>`, `stepped:<step>`, `committed:<step>` -> server ms, of the steps
-                   in `batches`
-past       hash    step -> compact record of a finished batch
-ended      hash    number -> compact record of trajectories that ended untrained
-reasons    hash    `<state>:<reason>` -> how many of those in `ended`
+                   in `batches`.
+past       hash    step -> compact record of a finished batch.
+ended      hash    number -> compact record of trajectories that ended untrained.
+reasons    hash    `<state>:<reason>` -> how many of those in `ended`.
 held       hash    trajectory id -> bytes of its payload, `r<bytes>` while they are reserved, from
-                   the opening of its group to its release
-budget     hash    reserved, stored, planned: sums of `held` of unsealed, sealed and planned ones;
-                   estimate, the usual bytes of a trajectory; settled, their number, up to a limit
-over       hash    bucket -> fingerprints of finished groups, see below
-letters    hash    id of a dead trajectory -> `<since, server ms>:<bytes>`
-conflicts  hash    num, writes refused for their content; last, last_ms: note_conflict.lua
-damaged    stream  rejected events of no sealed trajectory, under their own ids; fields `r`, `why`
-rejected   zset    ids of events that no leader folds, by their milliseconds: see snapshots.py
-evals      hash    version, or `unknown` -> record of the result of its evaluations
-evalgroups stream  the newest evaluated groups; field `r` = record
-snapshot   hash    position, step, record: state of the planner after the event `position`; before,
-                   the position of the snapshot before: older events are deleted; withdrawn_at, that
-                   of the newest one from which plans were withdrawn
-cold       hash    of earlier releases: newest step of a file of compact records -> its name
-deleted    hash    since_ms, fence_ms: the run is being deleted, or was and the key expires
-doomed     hash    the ledger of a run that is being deleted, until the payload is gone
+                   the opening of its group to its release.
+budget     hash    reserved, stored, planned: sums of `held` for unsealed, sealed and planned ones.
+                   estimate is the usual size of a trajectory, the mean over `settled` of them.
+over       hash    bucket -> fingerprints of finished groups, see below.
+letters    hash    id of a dead trajectory -> `<since, server ms>:<bytes>`.
+conflicts  hash    num, writes refused for their content; last, last_ms: note_conflict.lua.
+damaged    stream  rejected events of no sealed trajectory, under their own ids; fields `r`, `why`.
+rejected   zset    ids of events that no leader folds, by their milliseconds: see snapshots.py.
+evals      hash    version, or `unknown` -> record of the result of its evaluations.
+evalgroups stream  the newest evaluated groups; field `r` = record.
+snapshot   hash    position, step, record: state of the planner after the event `position`. before
+                   is the position of the previous snapshot: older events are deleted. withdrawn_at
+                   is the position of the newest snapshot from which plans were withdrawn.
+cold       hash    newest step of a file of compact records -> its name, of earlier releases.
+deleted    hash    since_ms, fence_ms. It exists during the deletion, and expires after it.
+doomed     hash    the ledger of a run that is being deleted, until the payload is gone.
 =========  ======  ==========================================================================
 
 `ts:{<run>}:incarnation`, a string for all runs of a name, made by the first deletion: the number of
@@ -105,9 +105,9 @@ run of the name `ts:{<run/<trajectory id>}~2:`:
 
 =========  ======  ==========================================================================
 turns      stream  turn n (from 0) has id `0-<n + 1>`, the seal is the entry after the last
-                   turn; field `r` = record
+                   turn; field `r` = record.
 meta       hash    epoch, writer, turns, bytes, sealed (0 or 1), from the first append on; after the
-                   release only `released`, for as long as late writers may come
+                   release only `released`, for as long as late writers may come.
 =========  ======  ==========================================================================
 
 After a deletion remain `deleted`, `wake` with one entry, and `meta` of the trajectories that
@@ -116,9 +116,9 @@ another process may still write to; all of them expire. `incarnation` stays.
 Keys of hosted models are listed in `turnstream_server.operations.keys`. Three keys are global:
 
 =========  ======  ==========================================================================
-ts:runs    set     the ids of all runs: `<name>`, `<name>~2`
-ts:news    stream  runs that were created or reopened, about the newest 1,000; field `n` = id
-ts:batchers zset   address of a batcher -> end of its lease, server ms: see register_batcher.lua
+ts:runs    set     the ids of all runs: `<name>`, `<name>~2`.
+ts:news    stream  runs that were created or reopened, about the newest 1,000; field `n` = id.
+ts:batchers zset   address of a batcher -> end of its lease, server ms: see register_batcher.lua.
 =========  ======  ==========================================================================
 """
 

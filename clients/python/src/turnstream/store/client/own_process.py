@@ -30,8 +30,8 @@ class OwnProcess:
         """Raise RejectedError in a process that was forked later."""
         if not self.is_here:
             raise RejectedError(
-                f"{self._what} of process {self._pid} cannot be used in process {os.getpid()}, "
-                f"which was forked from it: {self._remedy}"
+                f"{self._what} belongs to process {self._pid}, and cannot be used in process "
+                f"{os.getpid()}, which was forked from it: {self._remedy}"
             )
 
     def refuse_pickle(self) -> NoReturn:

@@ -6,22 +6,22 @@ The code and the fact are for programs. The message is for people: no program re
 ================  ====================  ==================  ========================================
 code              error                 fact                meaning
 ================  ====================  ==================  ========================================
-FENCED            FencedError           state, or released  another owner has it, or finished
-CONFLICT          ConflictError         state, group, name  other content, or finished
-INVALID           InvalidTurnError      attempt             an attempt that is not allowed
-INVALID           RejectedError                             another argument that is not allowed
-GAP               TurnGapError          expected turn       an earlier turn is missing
-WAIT              RejectedError         wake id             no capacity now
-FORMAT            UnknownFormatError    format of the run   another release wrote the run
-HELD              ConflictError         ms of the lease     another writer holds the lease
-NORUN             RunNotFoundError                          no run of that name
-BEHIND            StoreBehindError                          an unknown recovery token
-EXPIRED           ObserverExpiredError                      an observer was silent for too long
-CLOSED            EndOfRunError                             the run takes no new group
-RELEASED          ReleasedError                             a step that is no longer retained
-TOOLARGE          GroupTooLargeError                        a group or trajectory above its limit
-DAMAGED           CorruptRecordError                        a damaged counter; nothing was written
-NOPERM            AccessDeniedError                         user or API key may not do this
+FENCED            FencedError           state, or released  another owner has it, or finished.
+CONFLICT          ConflictError         state, group, name  other content, or finished.
+INVALID           InvalidTurnError      attempt             an attempt that is not allowed.
+INVALID           RejectedError                             another argument that is not allowed.
+GAP               TurnGapError          expected turn       an earlier turn is missing.
+WAIT              RejectedError         wake id             no capacity now.
+FORMAT            UnknownFormatError    format of the run   another release wrote the run.
+HELD              ConflictError         ms of the lease     another writer holds the lease.
+NORUN             RunNotFoundError                          no run of that name.
+BEHIND            StoreBehindError                          an unknown recovery token.
+EXPIRED           ObserverExpiredError                      an observer was silent for too long.
+CLOSED            EndOfRunError                             the run takes no new group.
+RELEASED          ReleasedError                             a step that is no longer retained.
+TOOLARGE          GroupTooLargeError                        a group or trajectory above its limit.
+DAMAGED           CorruptRecordError                        a damaged counter; nothing was written.
+NOPERM            AccessDeniedError                         user or API key may not do this.
 ================  ====================  ==================  ========================================
 
 The state is that of a trajectory in the ledger, or `unknown` where the ledger does not have it.
@@ -69,10 +69,10 @@ RETRY_AFTER_S = 1.0
 """Pause for a caller that cannot read the `wake` stream, or whose store is full or away."""
 
 DENIED: Final = "NOPERM"
-"""First word of the error reply to a command that the user, or the API key, may not call."""
+"""The code of the error reply to a command that the user, or the API key, may not call."""
 
 FULL = "OOM"
-"""First word of the error reply of a server at its `maxmemory`."""
+"""The code of the error reply of a server at its `maxmemory`."""
 
 _REFUSALS: dict[str, type[RejectedError]] = {
     "FENCED": FencedError,
