@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import pickle
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
@@ -108,7 +109,11 @@ class Parsers:
 
 
 def _pickled(parse: Callable[[bytes], Any], body: bytes) -> bytes:
-    """Return the content of a body, pickled: the caller reads it in a thread."""
+    """Return the content of a body, pickled: the caller reads it in a thread.
+
+    Ctrl-C reaches this process too. The gateway finishes its requests first, so it is ignored.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answer = pickle.dumps(parse(body), protocol=5)
     return_free_memory()
     return answer

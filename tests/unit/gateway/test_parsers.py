@@ -57,6 +57,8 @@ async def test_large_json_is_parsed_in_a_process_that_is_replaced() -> None:
         first, second = [await parsers.run(_pid, _LARGE, owner="a", is_json=True) for _ in "12"]
         with pytest.raises(InvalidTurnError, match="logprobs: are wrong"):
             await parsers.run(_refuse, _LARGE, owner="a", is_json=True)
+        interrupt = functools.partial(_end, signal.SIGINT)  # Ctrl-C reaches a whole terminal
+        await parsers.run(interrupt, _LARGE, owner="a", is_json=True)
         kill = functools.partial(_end, signal.SIGKILL)
         with pytest.raises(UnavailableError, match="has ended"):
             await parsers.run(kill, _LARGE, owner="a", is_json=True)
