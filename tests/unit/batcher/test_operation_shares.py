@@ -43,19 +43,20 @@ Share = tuple[MiniBatch, OperationLoss]
 def shares_of(
     operations: Sequence[Operation], *, dp_world_size: int, skipped: Sequence[int] = ()
 ) -> list[list[Share]]:
+    """Return the decoded shares by rank, which have the same bytes each time they are cut."""
     bodies = make_bodies(operations, first=FIRST)
     taken = {number: body for number, body in bodies.items() if number not in skipped}
-    cut = cut_operations(MODEL, taken, first=FIRST, dp_world_size=dp_world_size)
-    return [
-        [
-            (
-                decode_mini_batch(encode_operation_share(cut, index=index, dp_rank=rank).data),
-                OperationLoss(name=each.loss, settings=each.settings),
-            )
-            for index, each in enumerate(cut.passes)
-        ]
-        for rank in range(dp_world_size)
-    ]
+    cut, again = (
+        cut_operations(MODEL, taken, first=FIRST, dp_world_size=dp_world_size) for _ in range(2)
+    )
+    shares: list[list[Share]] = [[] for _ in range(dp_world_size)]
+    for rank, own in enumerate(shares):
+        for index, each in enumerate(cut.passes):
+            encoded = encode_operation_share(cut, index=index, dp_rank=rank)
+            assert encoded == encode_operation_share(again, index=index, dp_rank=rank)
+            loss = OperationLoss(name=each.loss, settings=each.settings)
+            own.append((decode_mini_batch(encoded.data), loss))
+    return shares
 
 
 def named_rows(shares: Sequence[Sequence[Share]]) -> list[tuple[int, str, int, list[int]]]:
@@ -77,7 +78,7 @@ def named_rows(shares: Sequence[Sequence[Share]]) -> list[tuple[int, str, int, l
 
 
 @given(runs, worlds)
-def test_every_datum_is_on_one_rank_once_with_its_row_id(
+def test_every_datum_is_on_one_rank_once_with_equal_work_and_bytes(
     operations: list[Operation], dp_world_size: int
 ) -> None:
     shares = shares_of(operations, dp_world_size=dp_world_size)
@@ -88,14 +89,14 @@ def test_every_datum_is_on_one_rank_once_with_its_row_id(
         for index, datum in enumerate(operation.data)
     ]
     assert named_rows(shares) == [(row_id, *datum) for row_id, datum in enumerate(data)]
+    check_work(shares)
+    for rank in shares:
+        for mini_batch, loss in rank:
+            check_tensors(mini_batch, loss)
 
 
-@given(runs, worlds)
-def test_ranks_have_equal_counts_and_tokens_within_the_bound(
-    operations: list[Operation], dp_world_size: int
-) -> None:
-    shares = shares_of(operations, dp_world_size=dp_world_size)
-
+def check_work(shares: Sequence[Sequence[Share]]) -> None:
+    """Check that the ranks have equal counts, and tokens within the bound."""
     assert len({len(rank) for rank in shares}) == 1
     for of_pass in zip(*shares, strict=True):
         batches = [mini_batch for mini_batch, _ in of_pass]
@@ -106,60 +107,19 @@ def test_ranks_have_equal_counts_and_tokens_within_the_bound(
         assert max(tokens) <= sum(tokens) / len(tokens) + longest
 
 
-@given(runs, worlds)
-def test_equal_arguments_have_equal_bytes(operations: list[Operation], dp_world_size: int) -> None:
-    cuts = [
-        cut_operations(
-            MODEL, make_bodies(operations, first=FIRST), first=FIRST, dp_world_size=dp_world_size
-        )
-        for _ in range(2)
-    ]
-
-    for rank in range(dp_world_size):
-        for index in range(len(cuts[0].passes)):
-            one, other = (encode_operation_share(cut, index=index, dp_rank=rank) for cut in cuts)
-            assert one.data == other.data
-            assert one.content_hash == other.content_hash
-
-
-@given(runs, worlds)
-def test_every_share_becomes_tensors_of_its_loss(
-    operations: list[Operation], dp_world_size: int
-) -> None:
-    # Many of the ranks have inert rows alone.
-    for rank in shares_of(operations, dp_world_size=dp_world_size):
-        for mini_batch, loss in rank:
-            parts = operation_tensors(mini_batch)
-
-            needed = LOSS_INPUTS[loss.name]
-            for part in parts:
-                assert "advantages" not in needed or part.advantages_N is not None
-                assert "logprobs" not in needed or part.logprobs_N is not None
-                assert "sequence_ratio_mask" not in needed or part.ratio_mask_N is not None
-                inert = [row for row, row_id in enumerate(part.row_ids) if row_id < 0]
-                for row in inert:
-                    weights_NK = part.weights_NK[part.bounds[row] : part.bounds[row + 1]]
-                    assert weights_NK.shape[0] == INERT_LENGTH
-                    assert not weights_NK.any()
-            assert sum(len(part.row_ids) for part in parts) == len(mini_batch.rows)
-
-
-def test_operations_of_one_loss_share_a_pass_in_order_of_commands() -> None:
-    operations = [
-        make_operation(2, loss="ppo"),
-        make_operation(3),
-        make_operation(1, 1, loss="ppo"),
-        make_operation(4, loss="ppo", clip_low_threshold=0.5),
-    ]
-
-    (rank,) = shares_of(operations, dp_world_size=1)
-
-    assert [mini_batch.rows.row_id.tolist() for mini_batch, _ in rank] == [[0, 2, 3], [1], [4]]
-    assert [(loss.name, dict(loss.settings)) for _, loss in rank] == [
-        ("ppo", {}),
-        ("cross_entropy", {}),
-        ("ppo", {"clip_low_threshold": 0.5}),
-    ]
+def check_tensors(mini_batch: MiniBatch, loss: OperationLoss) -> None:
+    """Check the tensors of a share, which may have inert rows alone, for its loss."""
+    parts = operation_tensors(mini_batch)
+    needed = LOSS_INPUTS[loss.name]
+    for part in parts:
+        assert "advantages" not in needed or part.advantages_N is not None
+        assert "logprobs" not in needed or part.logprobs_N is not None
+        assert "sequence_ratio_mask" not in needed or part.ratio_mask_N is not None
+        for row in (row for row, row_id in enumerate(part.row_ids) if row_id < 0):
+            weights_NK = part.weights_NK[part.bounds[row] : part.bounds[row + 1]]
+            assert weights_NK.shape[0] == INERT_LENGTH
+            assert not weights_NK.any()
+    assert sum(len(part.row_ids) for part in parts) == len(mini_batch.rows)
 
 
 def test_skipped_command_has_no_rows() -> None:
