@@ -14,9 +14,7 @@ import pytest
 
 import testkit
 from testkit.clusters import Cluster, before_write
-from turnstream.types import (
-    Group,
-)
+from turnstream.types import Group
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.serving import running_calls
@@ -91,12 +89,6 @@ class PythonProcess(subprocess.Popen[str]):
         """Return the next line that it prints."""
         assert self.stdout is not None
         return (await asyncio.to_thread(self.stdout.readline)).strip()
-
-    def tell(self, line: str) -> None:
-        """Write a line that it reads."""
-        assert self.stdin is not None
-        self.stdin.write(f"{line}\n")
-        self.stdin.flush()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pytest
 
 from testkit import group, wait_until_async
 from turnstream.errors import EndOfRunError
-from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.run.credits import credit
 from turnstream.store.run.runs import close_run, pause_run, reopen_run, resume_run
@@ -161,22 +160,6 @@ async def test_end_of_run_is_reported_once_the_last_batch_is_stepped(cluster):
 
     with pytest.raises(EndOfRunError):
         await waiting
-
-
-async def test_a_closed_run_does_not_end_while_a_group_is_open(cluster):
-    run, trainer = await cluster.serve(batch_groups=2)
-    await trainer.start()
-
-    with Publisher(cluster.url, run) as publisher, publisher.group("late", 2) as members:
-        await cluster.publish(run, group("g0"), closes=True)
-        await trainer.refused(1, words="1 of 2 groups ready, 1 open$")
-        for sample in range(2):
-            with members.trajectory(sample) as writer:
-                writer.append([1, 2], [3])
-                writer.seal(reward=float(sample))
-    (pulled,) = await trainer.get(1)
-
-    assert pulled.mini_batch.rows.group_id == ["g0", "g0", "late", "late"]
 
 
 async def test_batcher_started_after_the_end_serves_a_call_for_the_run(cluster):

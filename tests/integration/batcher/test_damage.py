@@ -14,24 +14,6 @@ from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.ledger.queries.trajectory_history import read_history
 
 
-async def test_group_too_small_after_damage_is_replaced_by_the_next(cluster):
-    run, trainer = await cluster.serve(batch_groups=2)
-    await cluster.publish(run, group("g0"))
-    cluster.damage(run, "g0/1/0")
-
-    await cluster.publish(run, group("g1"), group("g2"))
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    assert sorted(set(pulled.mini_batch.rows.group_id)) == ["g1", "g2"]
-    assert "checksum" in cluster.dead_letters(run).trajectories[0].reason
-    assert cluster.states(run) == {
-        TrajectoryState.PLANNED: 4,
-        TrajectoryState.INCOMPLETE: 1,
-        TrajectoryState.DEAD: 1,
-    }
-
-
 @pytest.fixture
 async def run(cluster):
     """A run of two planned steps, whose batcher is gone."""

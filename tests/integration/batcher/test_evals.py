@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from testkit import group, trajectory, turn, wait_until_async
-from turnstream.errors import ConflictError, EndOfRunError, InvalidTurnError
-from turnstream.generator import AsyncPublisher, Publisher
+from turnstream.errors import ConflictError, EndOfRunError
+from turnstream.generator import AsyncPublisher
 from turnstream.store.client import keys
 from turnstream.store.run.evals import eval_results
 from turnstream.types import Group, Purpose, TrajectoryState
@@ -112,21 +112,6 @@ async def test_evaluation_continues_while_training_waits_and_ends_with_the_run(c
         with pytest.raises(EndOfRunError):
             await (await publisher.publish(evaluation("late"))).result(10)
     await num_evaluated(cluster, run, 2)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"num_needed": 2, "purpose": "eval"}, "num_needed: 2 of 4 samples"),
-        ({"purpose": "test"}, "purpose: 'test' is not one of train, eval"),
-    ],
-)
-def test_evaluation_with_wrong_arguments_is_refused(cluster, fields, words):
-    with (
-        Publisher(cluster.url, cluster.create_run()) as publisher,
-        pytest.raises(InvalidTurnError, match=words),
-    ):
-        publisher.group("e", 4, **fields)
 
 
 async def test_the_evaluation_of_a_killed_generator_ends_with_its_lease(cluster, start_process):

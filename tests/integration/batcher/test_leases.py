@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.proxy import Proxy
-from testkit import ZERO_VARIANCE, group, ids, wait_until_async
+from testkit import group, ids, wait_until_async
 from testkit.scripts import script
 from turnstream.errors import StoreBehindError
 from turnstream.generator import Publisher
@@ -21,52 +21,6 @@ from turnstream_server.ledger.queries.ledger import read_ledger
 
 TAKEOVER_S = 600.0
 """For so long a generator of a test may stand still and lose nothing."""
-
-# Opens a group of two, writes two turns of both samples, and waits to be killed.
-GENERATOR = """
-import sys
-from turnstream.generator import Publisher
-from testkit import ids
-
-with Publisher(*sys.argv[1:], writer="first") as publisher, publisher.group("first", 2) as visit:
-    for sample in range(2):
-        episode = visit.trajectory(sample)
-        episode.append(ids("ab"), ids("c")).result(10)
-        episode.append(ids("abcd"), ids("e")).result(10)
-    print("wrote", flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def kill_generator(cluster, start_process):
-    async def kill(run: str) -> None:
-        doomed = start_process(GENERATOR, cluster.url, run)
-        assert await doomed.line() == "wrote"
-        doomed.kill()
-        doomed.wait()
-
-    return kill
-
-
-async def test_group_of_a_killed_generator_is_abandoned_and_frees_capacity(cluster, kill_generator):
-    one_group = {"batch_groups": 1, "max_staleness": 0, "max_planned_ahead": 0}
-    run, trainer = await cluster.serve(**one_group, lease_s=2.0, takeover_s=TAKEOVER_S)
-    await kill_generator(run)
-
-    cluster.end_leases(run)
-    await cluster.publish(run, group("g"))  # waits for admission
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    names = keys.run_keys(run)
-    assert pulled.mini_batch.rows.group_id == ["g", "g"]
-    ended = b"abandoned:the lease of first ended"
-    assert cluster.client.hget(names.ledger, "first/0/0") == ended
-    assert cluster.client.hget(names.groups, "first") == b"2:incomplete"
-    assert cluster.client.hget(names.frontier, "live_groups") == b"1"
-    assert cluster.states(run)[TrajectoryState.ABANDONED] == 2
-
 
 LEASE_S = 2.0
 
@@ -185,31 +139,6 @@ async def test_writer_of_a_lost_seal_learns_that_its_trajectory_was_abandoned(
 
         with pytest.raises(StoreBehindError, match=r"g/[01]/0 was acknowledged, and .* lost"):
             await asyncio.to_thread(publisher.flush)
-
-
-async def test_tombstone_says_whether_the_trajectory_was_abandoned(cluster: Any) -> None:
-    run = cluster.create_run(batch_groups=1, group_filters=ZERO_VARIANCE)
-    await cluster.start_batcher(upkeep=SMALL)
-
-    await asyncio.to_thread(_seal_two_of_four, cluster.url, run)
-    await _folded(cluster, run)
-
-    places = [keys.trajectory_keys(run, f"g/{sample}/0").meta for sample in range(4)]
-    assert [cluster.client.hget(place, "released") for place in places] == [
-        *(b"over", b"over", b"abandoned", b"abandoned")
-    ]
-
-
-def _seal_two_of_four(url: str, run: str) -> None:
-    """Two are sealed with one reward, so the group is filtered, and two are abandoned."""
-    with Publisher(url, run) as publisher:
-        writers = [publisher.trajectory("g", sample, num_samples=4) for sample in range(4)]
-        for writer in writers:
-            writer.append(ids("ab"), ids("c")).result(10)
-        for writer in writers[:2]:
-            writer.seal(1.0)
-        for writer in writers[2:]:
-            writer.abandon("no more time").result(10)
 
 
 async def test_seal_with_a_lost_answer_counts_after_the_run_released_it(

@@ -268,7 +268,7 @@ async def test_lack_of_memory_rejects_nothing(
 
     with monkeypatch.context() as patched:
         patched.setattr(RunFold, "_seal", fails)
-        first = await cluster.start_batcher()
+        first = await cluster.start_batcher(lease_s=0.5)
 
         await wait_until_async(
             lambda: trouble(cluster, run) == b"not enough", describe="why the run is not planned"

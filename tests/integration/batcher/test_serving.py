@@ -9,7 +9,7 @@ import pytest
 import redis.asyncio
 
 import testkit
-from testkit import group, ids, trajectory, turn
+from testkit import group, ids
 from turnstream.batching.rows import minibatch
 from turnstream.errors import BatcherUnavailableError, NotReadyError
 from turnstream.generator import Publisher
@@ -17,14 +17,12 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import connect, connect_async
 from turnstream.store.run.configs import read_config_async
 from turnstream.store.run.runs import newest_version
-from turnstream.types import TrajectoryState
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.serving import running_calls
 from turnstream_server.batcher.serving.servicer import BatchesServicer
 from turnstream_server.ledger.core.frontier import read_frontier_async
-from turnstream_server.ledger.queries.trajectory_history import read_history
 from turnstream_server.ledger.sessions.observers import declare_observer
 
 
@@ -134,12 +132,6 @@ async def test_waiting_on_an_ended_view_does_not_spin(view, ends):
     assert asyncio.get_running_loop().time() - started_s > 0.15
 
 
-async def test_a_deadline_ends_the_wait_and_says_what_is_missing(cluster):
-    _, trainer = await cluster.started(group("g0"), batch_groups=3)
-
-    await trainer.refused(1, words="^step 1: .*; step 1.*: 1 of 3 groups ready")
-
-
 async def test_a_wait_that_ends_has_its_reasons_for_programs_too(cluster):
     run, trainer = await cluster.serve(batch_groups=2)
     await trainer.start()
@@ -222,31 +214,6 @@ async def test_reasons_of_former_runs_are_dropped(cluster):
 
     assert all(found)
     assert not cache._reads
-
-
-async def test_trajectory_too_long_for_any_pass_is_refused_by_the_run(cluster):
-    run, trainer = await cluster.serve(
-        batch_groups=1, max_tokens_per_micro_batch=5, over_long="refuse"
-    )
-    await cluster.publish(run, _lettered("g0", "CD", "EFGHI", "J"))
-
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    assert pulled.rows == ["abCD", "abJ"]
-    refused = read_history(cluster.client, run, "g0/1/0")
-    assert refused.state == TrajectoryState.INCOMPLETE
-    limit = "a row of 7 tokens, which costs 7 of the 5 that a micro-batch may"
-    assert refused.reason == f"sample 1 has {limit}"
-    assert cluster.states(run) == {TrajectoryState.PLANNED: 2, TrajectoryState.INCOMPLETE: 1}
-
-
-def _lettered(group_id: str, *responses: str):
-    members = [
-        trajectory(turn("ab", response), sample=sample, reward=float(sample))
-        for sample, response in enumerate(responses)
-    ]
-    return group(group_id, *members)
 
 
 NUM_RANKS = 8

@@ -1,4 +1,4 @@
-"""Snapshots of a planner as records; `test_readiness_machine` resumes from them."""
+"""Snapshots of a planner as records."""
 
 from __future__ import annotations
 

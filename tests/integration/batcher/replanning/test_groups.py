@@ -11,11 +11,16 @@ from turnstream.store.run.rewards import post_reward
 from turnstream.types import SealedTrajectory, TrajectoryKey, TrajectoryState
 
 
-async def test_two_steps_are_planned_again_without_a_damaged_member(cluster, replan, store, of_3):
-    run = cluster.create_run(batch_groups=2)
-    first = await cluster.start_batcher()
-    trainer = cluster.trainer(first, run)
-    await cluster.publish(run, of_3("g0"), group("g1"), group("g2"), group("g3"))
+async def test_two_steps_are_planned_again_without_a_damaged_member(cluster, replan, store):
+    run, trainer = await cluster.serve(batch_groups=2)
+    members = [
+        replace(trajectory(turn("ab", "CD"), sample=s, reward=None), awaits_reward=True)
+        for s in range(3)
+    ]
+    await cluster.publish(run, group("g0", *members))
+    for sample in range(3):
+        post_reward(cluster.client, run, TrajectoryKey("g0", sample), reward=float(sample))
+    await cluster.publish(run, group("g1"), group("g2"), group("g3"))
     await trainer.start("a")
     before = await trainer.get(2)
     cluster.damage(run, "g0/1/0")
@@ -33,31 +38,11 @@ async def test_two_steps_are_planned_again_without_a_damaged_member(cluster, rep
     assert [each.mini_batch.info.revision for each in pulled] == [1, 1]
     assert cluster.states(run) == {TrajectoryState.PLANNED: 8, TrajectoryState.DEAD: 1}
     assert "checksum" in store.letters(run)["g0/1/0"]
+    planned = {each.group_id: each for each in store.plans(run)[0].groups}["g0"].trajectories
+    assert [member.reward for member in planned] == [0.0, 2.0]
 
 
-async def test_group_too_small_without_its_dead_frees_capacity(cluster, planned, replan, store):
-    run, trainer = await planned(group("g0"), group("g1"), group("g2"), step=2)
-    cluster.damage(run, "g0/0/0")
-
-    await replan(run)
-    await trainer.start("b")
-    pulled = [*await trainer.get(1), *await trainer.get(2)]
-
-    assert [each.mini_batch.rows.group_id for each in pulled] == [["g1", "g1"], ["g2", "g2"]]
-    assert cluster.states(run) == {
-        TrajectoryState.PLANNED: 4,
-        TrajectoryState.INCOMPLETE: 1,
-        TrajectoryState.DEAD: 1,
-    }
-    await wait_until_async(lambda: store.sum_held(run, "incomplete") == 0)
-    assert store.held(run) == (
-        0,
-        store.sum_held(run, "planned"),
-        store.sum_held(run, "dead"),
-    )
-
-
-async def test_group_whose_seals_are_damaged_or_changed_is_dropped_whole(
+async def test_group_too_small_without_its_dead_is_dropped_and_frees_bytes(
     cluster, planned, replan, store
 ):
     run, trainer = await planned(group("g0"), group("g1"), group("g2"), step=2)
@@ -83,27 +68,8 @@ async def test_group_whose_seals_are_damaged_or_changed_is_dropped_whole(
         TrajectoryState.INCOMPLETE: 1,
         TrajectoryState.DEAD: 3,
     }
-
-
-async def test_later_posted_reward_still_counts_after_a_replan(cluster, replan, store):
-    run, trainer = await cluster.serve(batch_groups=1)
-    members = [
-        replace(trajectory(turn("ab", "CD"), sample=s, reward=None), awaits_reward=True)
-        for s in range(3)
-    ]
-    await cluster.publish(run, group("g0", *members))
-    for sample in range(3):
-        post_reward(cluster.client, run, TrajectoryKey("g0", sample), reward=float(sample))
-    await trainer.start("a")
-    await trainer.get(1)
-    cluster.damage(run, "g0/0/0")
-
-    await replan(run)
-    await trainer.start("b")
-    await trainer.get(1)
-
-    planned = store.plans(run)[0].groups[0].trajectories
-    assert [member.reward for member in planned] == [1.0, 2.0]
+    await wait_until_async(lambda: store.sum_held(run, "incomplete") == 0)
+    assert store.held(run) == (0, *(store.sum_held(run, state) for state in ("planned", "dead")))
 
 
 async def test_steps_of_two_configs_are_planned_again_by_the_later_one(

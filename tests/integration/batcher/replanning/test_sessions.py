@@ -30,6 +30,11 @@ async def test_session_ends_and_the_next_continues_after_the_stepped_steps(
     await trainer.committed(token)
     old = await trainer.get(2)
     await wait_until_async(lambda: store.planned(run) == 3)
+    cluster.damage(run, "g0/0/0")
+    before = store.digest(run)
+    with pytest.raises(ConflictError, match="no payload after step 1 is damaged"):
+        await replan(run)
+    assert store.digest(run) == before
     cluster.damage(run, "g1/2/0")
 
     with caplog.at_level(logging.WARNING):
@@ -60,19 +65,6 @@ async def test_session_ends_and_the_next_continues_after_the_stepped_steps(
     assert ids == list(range(6))
     assert store.chain(run) == [1, 2, 3]
     assert cluster.states(run)[TrajectoryState.DEAD] == 1
-
-
-async def test_a_step_that_is_stepped_stays_as_it_was_planned(cluster, replan, store):
-    run, trainer = await cluster.started(group("g0"), group("g1"), batch_groups=1, session="a")
-    await trainer.stepped(await trainer.get(1))
-    await wait_until_async(lambda: store.planned(run) == 2)
-    cluster.damage(run, "g0/0/0")
-    before = store.digest(run)
-
-    with pytest.raises(ConflictError, match="no payload after step 1 is damaged"):
-        await replan(run)
-
-    assert store.digest(run) == before
 
 
 async def test_damaged_plan_itself_is_not_withdrawn_and_the_run_continues(cluster, replan, store):

@@ -13,16 +13,19 @@ from turnstream_server.batcher.planner import releaser
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 
 
-@pytest.mark.parametrize("selection", ["ready_first", "in_order"])
+@pytest.mark.parametrize(
+    ("selection", "upkeep"),
+    [("ready_first", Upkeep()), ("in_order", Upkeep(snapshot_events=1, snapshot_steps=1))],
+)
 async def test_leader_that_starts_after_the_withdrawal_makes_the_same_plans(
-    cluster, replan, selection, store, of_3
+    cluster, replan, selection, upkeep, store, of_3
 ):
     # One leader continues. The other stops right after the withdrawal, while the run is paused.
     runs = [
         cluster.create_run(batch_groups=2, selection=selection, group_filters=ZERO_VARIANCE)
         for _ in range(2)
     ]
-    first = await cluster.start_batcher(lease_s=0.5)
+    first = await cluster.start_batcher(lease_s=0.5, upkeep=upkeep)
     for run in runs:
         trainer = cluster.trainer(first, run)
         await cluster.publish(run, of_3("g0"), group("g1"), group("g2"), group("g3"), group("g4"))
@@ -37,7 +40,7 @@ async def test_leader_that_starts_after_the_withdrawal_makes_the_same_plans(
     assert store.planned(runs[1]) == 0
     await first.stop()
 
-    second = await cluster.start_batcher()
+    second = await cluster.start_batcher(upkeep=upkeep)
     resume_run(cluster.client, runs[1])
     await wait_until_async(lambda: store.planned(runs[1]) == 2)
     for run in runs:
@@ -50,32 +53,6 @@ async def test_leader_that_starts_after_the_withdrawal_makes_the_same_plans(
     assert store.plans(runs[0]) == store.plans(runs[1])
     assert store.chain(runs[1]) == [1, 2, 3]
     assert cluster.states(runs[0]) == cluster.states(runs[1])
-
-
-async def test_successor_with_snapshots_makes_the_same_plans_after_a_withdrawal(
-    cluster, replan, store, of_3
-):
-    run = cluster.create_run(batch_groups=1)
-    often = Upkeep(snapshot_events=1, snapshot_steps=1)
-    first = await cluster.start_batcher(lease_s=0.5, upkeep=often)
-    trainer = cluster.trainer(first, run)
-    await cluster.publish(run, of_3("g0"), of_3("g1"))
-    await trainer.start("a")
-    await trainer.get(2)
-    cluster.damage(run, "g0/1/0")
-    await replan(run)
-    await trainer.start("b")
-    await trainer.get(2)
-    await first.stop()
-
-    second = await cluster.start_trainer(run, upkeep=often, session="c")
-    await second.stepped(await second.get(1))
-    await cluster.publish(run, group("g2"))
-    (pulled,) = await second.get(3)
-
-    assert pulled.mini_batch.rows.trajectory_id == ["g2/0/0", "g2/1/0"]
-    assert pulled.mini_batch.rows.row_id[0] == 5
-    assert store.chain(run) == [1, 2, 3]
 
 
 async def test_a_run_that_had_ended_ends_again_with_what_is_left(cluster, planned, replan, store):
