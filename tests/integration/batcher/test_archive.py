@@ -50,27 +50,6 @@ def columns(pulled, name):
     return [value for each in pulled for value in getattr(each.mini_batch.rows, name)]
 
 
-async def test_the_archive_of_a_step_holds_the_rows_that_were_trained(cluster, tmp_path):
-    run = cluster.create_run(batch_groups=2, mini_batch_groups=1)
-    await cluster.publish(run, group("a"), group("b"))
-    (pulled,) = await train(cluster, run, steps=1)
-
-    (path,) = await asyncio.to_thread(lambda: list(archive_run(cluster.url, run, tmp_path)))
-
-    table = pq.read_table(path)
-    assert path == archive_path(tmp_path, run, 1)
-    assert table["mini_batch"].to_pylist() == [0, 0, 1, 1]
-    assert table["trajectory_id"].to_pylist() == columns(pulled, "trajectory_id")
-    assert table["reward"].to_pylist() == columns(pulled, "reward")
-    assert table["advantage"].to_pylist() == columns(pulled, "advantage")
-    ids = [row.tolist() for each in pulled for row in each.mini_batch.rows.input_ids]
-    assert table["input_ids"].to_pylist() == ids
-    assert table.schema.metadata[b"manifest_hash"].decode() == (
-        pulled[0].mini_batch.info.manifest_hash
-    )
-    assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
-
-
 def unpacked_by_pandas(path):
     columns: Any = ["loss_mask", "rewards"]
     return len(pandas.read_parquet(path)[columns].explode(columns))
@@ -88,25 +67,37 @@ def unpacked_by_duckdb(path):
         return len(database.execute(query).fetchall())
 
 
-@pytest.mark.parametrize(
-    "num_unpacked", [unpacked_by_pandas, unpacked_by_polars, unpacked_by_duckdb]
-)
-async def test_columns_per_token_are_as_long_as_the_response_for_every_reader(
-    cluster, tmp_path, num_unpacked
-):
+async def test_columns_per_token_are_as_long_as_the_response_for_every_reader(cluster, tmp_path):
     run = cluster.create_run(batch_groups=2, mini_batch_groups=1)
     says_more = turn("ab", "CDE", logprobs=-0.5, rewards=1.0, weights=0.25)
     members = [trajectory(says_more, sample=n, reward=float(n)) for n in range(2)]
-    await cluster.publish(run, group("a"), group("b", *members))
-    await train(cluster, run, steps=1)
+    labelled = trajectory(sample=0, tags={"env": "maze"}, metrics={"turns": 2})
+    one = group("a", labelled, trajectory(sample=1, reward=0.0))
+    await cluster.publish(run, one, group("b", *members))
+    (pulled,) = await train(cluster, run, steps=1)
+    stream = keys.trajectory_keys(run, "a/1/0").turns
+    cluster.client.execute_command("XDEL", stream, "0-2")  # its seal, which has its labels
 
     (path,) = await asyncio.to_thread(lambda: list(archive_run(cluster.url, run, tmp_path)))
 
     table = pq.read_table(path)
+    assert path == archive_path(tmp_path, run, 1)
+    assert table["mini_batch"].to_pylist() == [0, 0, 1, 1]
+    for name in ("trajectory_id", "reward", "advantage"):
+        assert table[name].to_pylist() == columns(pulled, name)
+    ids = [row.tolist() for each in pulled for row in each.mini_batch.rows.input_ids]
+    assert table["input_ids"].to_pylist() == ids
+    assert table.schema.metadata[b"manifest_hash"].decode() == (
+        pulled[0].mini_batch.info.manifest_hash
+    )
+    assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
     assert table["rewards"].to_pylist() == [[0.0, 0.0]] * 2 + [[0.0, 0.0, 1.0]] * 2
     assert table["logprobs"].to_pylist() == [None, None] + [[-0.5] * 3] * 2
     assert table["token_weights"].to_pylist() == [None, None] + [[0.25] * 3] * 2
-    assert num_unpacked(path) == 2 * 2 + 2 * 3
+    assert table["tags"].to_pylist()[:2] == [[("env", "maze")], None]
+    assert table["metrics"].to_pylist()[:2] == [[("turns", 2.0)], None]
+    for num_unpacked in (unpacked_by_pandas, unpacked_by_polars, unpacked_by_duckdb):
+        assert num_unpacked(path) == 2 * 2 + 2 * 3, num_unpacked.__name__
 
 
 async def test_steps_with_and_without_advantages_of_turns_have_the_same_columns(cluster, tmp_path):
@@ -127,21 +118,6 @@ async def test_steps_with_and_without_advantages_of_turns_have_the_same_columns(
     assert whole["advantages"].to_pylist() == [None, None]
     # From "s" the one earns 1 at once, the other 0.
     assert by_turn["advantages"].to_pylist() == [[1.0, 1.0], [-1.0, -1.0, 0.0, -0.5]]
-
-
-async def test_the_archive_has_the_labels_of_every_trajectory(cluster, tmp_path):
-    run = cluster.create_run(batch_groups=1)
-    labelled = trajectory(sample=0, tags={"env": "maze"}, metrics={"turns": 2})
-    await cluster.publish(run, group("a", labelled, trajectory(sample=1, reward=0.0)))
-    await train(cluster, run, steps=1)
-    stream = keys.trajectory_keys(run, "a/1/0").turns
-    cluster.client.execute_command("XDEL", stream, "0-2")  # its seal
-
-    (path,) = await asyncio.to_thread(lambda: list(archive_run(cluster.url, run, tmp_path)))
-
-    table = pq.read_table(path)
-    assert table["tags"].to_pylist() == [[("env", "maze")], None]
-    assert table["metrics"].to_pylist() == [[("turns", 2.0)], None]
 
 
 async def test_nothing_is_released_before_it_is_archived(cluster, tmp_path):

@@ -3,7 +3,6 @@
 import asyncio
 import random
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,67 +16,23 @@ from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.run.runs import close_run
 from turnstream.types import (
-    BatchDue,
-    ConfigRevised,
-    DeadlineFired,
-    Event,
-    GroupOpened,
-    PlansWithdrawn,
-    Purpose,
-    RefillGranted,
-    RewardPosted,
-    RolledBack,
-    RunClosed,
-    RunFinished,
-    RunReopened,
-    TrajectoryAbandoned,
-    TrajectoryDied,
     TrajectoryKey,
-    VersionAnnounced,
 )
 from turnstream_server.batcher.planner import chain
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.ledger.planning.manifests import read_plan
 
-KEY = TrajectoryKey("elsewhere", 1)
-EVENTS: list[Event] = [
-    GroupOpened(group_id="elsewhere", prompt_uid="uid", num_samples=3, num_needed=2),
-    GroupOpened(group_id="eval", prompt_uid="", num_samples=1, purpose=Purpose.EVAL),
-    sealed("elsewhere", sample=1, tags={"env": "maze"}, metrics={"turns": 2.0}),
-    TrajectoryAbandoned(key=KEY, reason="gone"),
-    TrajectoryDied(key=KEY, reason="damaged"),
-    VersionAnnounced(version=3, step=1, lineage="l", weights_uri="file:///w"),
-    RunClosed(reason="done", leftover="carry"),
-    RunReopened(),
-    RunFinished(step=1),
-    RolledBack(step=1),
-    DeadlineFired(group_id="elsewhere", awaited=KEY, num_refills=1),
-    RefillGranted(key=KEY, number=1),
-    RewardPosted(key=KEY, reward=1.0, reward_components={"quality": 0.5}),
-    BatchDue(step=1),
-    ConfigRevised(revision=2, step=2),
-    PlansWithdrawn(step=1, dead=(KEY,)),
-]
+SEAL = encode_event(sealed("elsewhere", sample=1))
 SNAPSHOTS = Upkeep(snapshot_events=1, snapshot_steps=1)
 
 
-def spoiled(record: bytes) -> Iterator[bytes]:
-    """The record with one byte changed, at each place, and cut off at each length."""
-    for place in range(len(record)):
-        changed = bytearray(record)
-        changed[place] ^= 1 << place % 8
-        yield bytes(changed)
-        yield record[:place]
-
-
 def entries(seed: int = 7) -> list[dict[bytes, bytes]]:
-    """Entries that no release can read, for every type of event, and some with strange fields."""
-    found = [{b"r": each} for event in EVENTS for each in spoiled(encode_event(event))]
+    """Entries that no release can read: records that are cut off, and some with strange fields."""
+    found = [{b"r": SEAL[:place] + end} for place in range(len(SEAL)) for end in (b"", b"x")]
     chance = random.Random(seed)
-    for event in EVENTS:
+    for _ in range(16):
         name = bytes(chance.choices(range(256), k=3))
-        found.append({name: encode_event(event)})
-        found.append({b"r": encode_event(sealed("elsewhere")), b"t": name})
+        found += [{name: SEAL}, {b"r": SEAL, b"t": name}]
     chance.shuffle(found)
     return found
 
@@ -136,7 +91,7 @@ async def damaged_run(cluster: Any, of_3: Any) -> str:
     return run
 
 
-async def test_sweep_of_damaged_events_never_stops_the_planner(cluster: Any) -> None:
+async def test_damaged_events_stop_neither_a_planner_nor_its_successor(cluster: Any) -> None:
     run = cluster.create_run(batch_groups=1, max_planned_ahead=3)
     found = entries()
     ids = write_events(cluster, run, found[::2])
@@ -156,13 +111,10 @@ async def test_sweep_of_damaged_events_never_stops_the_planner(cluster: Any) -> 
         describe="decisions below the snapshots removed",
     )
 
-    assert len(ids) > 1_000
     assert not trouble(cluster, run)
     names = [[each.group_id for each in plan.groups] for _, plan in chain_of(cluster, run, 2)]
     assert names == [["g0"], ["g1"]]
-    letters = cluster.dead_letters(run)
-    assert letters.events[-1].name == max(ids, key=lambda each: [*map(int, each.split("-"))])
-    assert len(letters.events) == 1_000
+    assert {each.name for each in cluster.dead_letters(run).events} == {*ids}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ afresh, and from loops over Python lists; nothing of the core is in it.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,20 +16,14 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from testkit import sealed
-from turnstream.batching.config import BatchingConfig
-from turnstream.batching.fold.decisions import ReadyGroup
+from turnstream.batching.merge.merging import turn_prompts
 from turnstream.batching.merge.storing import store_turns
-from turnstream.batching.planning.plan_batch import plan_batch
 from turnstream.batching.planning.report import merge_breaks, merge_counts
-from turnstream.batching.rows.assemble import assemble_rows
-from turnstream.types import Rows, StoredTurn, TrajectoryKey, Turn
+from turnstream.types import StoredTurn, TrajectoryKey, Turn
 from turnstream_server.generators.chat import ChatTokenizer
 from turnstream_server.generators.recordings import read_groups
 
 pytestmark = [pytest.mark.slow]
-
-MINI_BATCH_GROUPS = 8
 
 SETS = {
     "tau_bench_trajectories": 38,
@@ -66,22 +59,12 @@ class RealSet:
     payload: Payload
     turns: Mapping[TrajectoryKey, Sequence[TurnIds]]
 
-    @property
-    def mini_batches(self) -> list[list[TrajectoryKey]]:
-        """The trajectories of every few groups."""
-        groups = [list(own) for _, own in itertools.groupby(self.payload, lambda key: key.group_id)]
-        starts = range(0, len(groups), MINI_BATCH_GROUPS)
-        return [
-            [key for own in groups[start : start + MINI_BATCH_GROUPS] for key in own]
-            for start in starts
-        ]
+
+FAST = ("tau2_trajectories", "mint_trajectories")  # of several turns
+OTHERS = [pytest.param(each, marks=pytest.mark.campaign) for each in SETS if each not in FAST]
 
 
-LARGEST = pytest.param("tau_bench_trajectories", marks=pytest.mark.campaign)
-REST = [each for each in SETS if each != "tau_bench_trajectories"]
-
-
-@pytest.fixture(scope="module", params=[LARGEST, *REST])
+@pytest.fixture(scope="module", params=[*FAST, *OTHERS])
 def real_set(request: pytest.FixtureRequest, data_folder: Path, stats: ModuleType) -> RealSet:
     """One of the recorded sets."""
     path = data_folder / f"{request.param}.jsonl.gz"
@@ -106,34 +89,6 @@ def real_set(request: pytest.FixtureRequest, data_folder: Path, stats: ModuleTyp
 
 def stored(turns: Sequence[Turn]) -> list[StoredTurn]:
     return [replace(turn, payload_crc=turn.index) for turn in store_turns(turns)]
-
-
-def assembled(payload: Payload, keys: Sequence[TrajectoryKey]) -> Rows:
-    """The rows of a mini-batch of these trajectories."""
-    members = [
-        sealed(
-            key.group_id,
-            sample=key.sample,
-            turns=[turn.shape for turn in payload[key]],
-            payload_crcs=[turn.payload_crc for turn in payload[key]],
-        )
-        for key in keys
-    ]
-    ready = [
-        ReadyGroup(group_id=uid, prompt_uid=uid, members=tuple(own), completed_by="1-0")
-        for uid, own in itertools.groupby(members, lambda member: member.key.group_id)
-    ]
-    manifest = plan_batch(
-        ready,
-        config=BatchingConfig(batch_groups=len(ready), mini_batch_groups=len(ready)),
-        run="run",
-        step=1,
-        lineage="a",
-        previous_hash="",
-        first_row_id=0,
-        config_revision=1,
-    )
-    return assemble_rows(manifest.groups, payload, first_row_id=0)
 
 
 def slow_rows(turns: Sequence[TurnIds]) -> list[tuple[list[int], int]]:
@@ -164,18 +119,10 @@ def test_tokens_turn_by_turn_and_merged_are_those_of_the_file(real_set: RealSet)
     published = (*counts, found["num_row_tokens"])
     assert published == PUBLISHED.get(real_set.name, published)
     assert [*merge_breaks(real_set.payload)] == []
-
-
-def test_every_trajectory_merges_into_the_one_row_of_its_file(real_set: RealSet) -> None:
-    for keys in real_set.mini_batches:
-        rows = assembled(real_set.payload, keys)
-
-        expected = [row for key in keys for row in slow_rows(real_set.turns[key])]
-        assert len(expected) == len(keys)
-        assert [ids.tolist() for ids in rows.input_ids] == [ids for ids, _ in expected]
-        assert rows.prompt_length.tolist() == [prompt for _, prompt in expected]
-        num_sampled = [sum(len(r) for _, r in real_set.turns[key]) for key in keys]
-        assert [int(mask.sum()) for mask in rows.loss_mask] == num_sampled
+    for key, stored_turns in real_set.payload.items():
+        pairs = zip(turn_prompts(stored_turns), stored_turns, strict=True)
+        found_ids = [(prompt.tolist(), turn.response_ids.tolist()) for prompt, turn in pairs]
+        assert found_ids == real_set.turns[key]
 
 
 def test_rewritten_tool_calls_break_as_many_merges_as_published(
