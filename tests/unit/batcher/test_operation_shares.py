@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ runs = st.lists(scored | several_targets, min_size=1, max_size=6)
 worlds = st.integers(1, 9)
 
 Share = tuple[MiniBatch, OperationLoss]
+NamedRow = tuple[int, str, int, list[Any], list[Any]]
 
 
 def shares_of(
@@ -59,9 +61,11 @@ def shares_of(
     return shares
 
 
-def named_rows(shares: Sequence[Sequence[Share]]) -> list[tuple[int, str, int, list[int]]]:
-    """Return the real rows of all ranks: row id, request id, datum index and tokens."""
-    found: list[tuple[int, str, int, list[int]]] = []
+def named_rows(
+    shares: Sequence[Sequence[Share]],
+) -> list[NamedRow]:
+    """Return row id, request id, datum index, tokens and targets of the real rows of all ranks."""
+    found: list[NamedRow] = []
     for mini_batch, _ in (share for rank in shares for share in rank):
         rows, operations = mini_batch.rows, mini_batch.rows.operations
         assert operations is not None
@@ -71,6 +75,7 @@ def named_rows(shares: Sequence[Sequence[Share]]) -> list[tuple[int, str, int, l
                 operations.request_id[row],
                 int(operations.datum_index[row]),
                 rows.input_ids[row].tolist(),
+                operations.target_ids[row].tolist(),
             )
             for row in np.flatnonzero(~rows.is_padding).tolist()
         ]
@@ -84,7 +89,12 @@ def test_every_datum_is_on_one_rank_once_with_equal_work_and_bytes(
     shares = shares_of(operations, dp_world_size=dp_world_size)
 
     data = [
-        (f"{MODEL}:{FIRST + place}", index, datum.model_input.tolist())
+        (
+            f"{MODEL}:{FIRST + place}",
+            index,
+            datum.model_input.tolist(),
+            datum.target_tokens.tolist(),
+        )
         for place, operation in enumerate(operations)
         for index, datum in enumerate(operation.data)
     ]
@@ -127,7 +137,7 @@ def test_skipped_command_has_no_rows() -> None:
 
     shares = shares_of(operations, dp_world_size=2, skipped=[FIRST + 1])
 
-    assert [(row_id, name) for row_id, name, _, _ in named_rows(shares)] == [
+    assert [each[:2] for each in named_rows(shares)] == [
         (0, f"{MODEL}:{FIRST}"),
         (1, f"{MODEL}:{FIRST + 2}"),
     ]

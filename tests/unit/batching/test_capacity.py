@@ -14,37 +14,34 @@ def admitted(
     return capacity(most_live, num_decided=accepted, num_open=running, max_open=most)
 
 
+SMALL = {"most": 6, "b": 2}
+"""The asynchronous trainer of case 45. It counts steps from 1, and its formula has no + 1."""
+
+
 @pytest.mark.parametrize(
-    ("step", "running", "accepted", "most", "expected"),
+    ("step", "running", "accepted", "fields", "expected"),
     [
-        (0, 0, 0, 100, 24),
-        (0, 10, 14, 100, 0),
-        (3, 5, 27, 100, 16),
-        (3, 5, 27, 6, 1),
-        (0, 20, 0, 0, 4),  # no limit of open groups
-        (0, 7, 0, 6, 0),  # above a bound
-        (0, 0, 25, 100, 0),
-        (0, 20, 9, 100, 0),
+        (0, 0, 0, {}, 24),
+        (0, 10, 14, {}, 0),
+        (3, 5, 27, {}, 16),
+        (3, 5, 27, {"most": 6}, 1),
+        (0, 20, 0, {"most": 0}, 4),  # no limit of open groups
+        (0, 7, 0, {"most": 6}, 0),  # above a bound
+        (0, 0, 25, {}, 0),
+        (0, 20, 9, {}, 0),
+        (0, 0, 0, SMALL, 6),
+        (0, 6, 0, SMALL, 0),
+        (0, 0, 6, SMALL, 0),
+        (1, 0, 6, SMALL, 2),
+        (1, 0, 6 - 1, SMALL, 3),  # a dropped group is subtracted from the accepted ones
+        (4, 0, 8, SMALL, 4 + 2),  # after a resume at step 5 with 8 accepted
+        (0, 0, 0, {"most": 2, "b": 2, "eta": 0}, 2),
     ],
 )
 def test_capacity_has_the_golden_values(
-    step: int, running: int, accepted: int, most: int, expected: int
+    step: int, running: int, accepted: int, fields: dict[str, int], expected: int
 ) -> None:
-    assert admitted(step=step, running=running, accepted=accepted, most=most) == expected
-
-
-def test_case_45_capacity_of_the_asynchronous_trainer() -> None:
-    # Its steps are counted from 1 and its formula has no + 1: g = version_step + 1.
-    def of_trainer(g: int, running: int, accepted: int, eta: int = 2) -> int:
-        return admitted(step=g - 1, running=running, accepted=accepted, most=6, b=2, eta=eta)
-
-    assert of_trainer(1, 0, 0) == 6
-    assert of_trainer(1, 6, 0) == 0
-    assert of_trainer(1, 0, 6) == 0
-    assert of_trainer(2, 0, 6) == 2
-    assert of_trainer(2, 0, 6 - 1) == 3  # a dropped group is subtracted from the accepted ones
-    assert of_trainer(5, 0, 8) == 4 + 2  # after a resume at step 5 with 8 accepted
-    assert admitted(step=0, running=0, accepted=0, most=2, b=2, eta=0) == 2
+    assert admitted(step=step, running=running, accepted=accepted, **fields) == expected
 
 
 @given(step=st.integers(0, 50), eta=st.integers(0, 5), b=st.integers(1, 16))

@@ -13,7 +13,7 @@ from testkit.shares import count_denominators, rank_share, weighted
 from turnstream.batching.config.values import RowWeights
 from turnstream.batching.scoring.denominators import ShareCounts, check_share, num_trained
 from turnstream.errors import BatchingError
-from turnstream.types import Denominators, Ragged, Rows
+from turnstream.types import Ragged, Rows
 
 CUT: dict[str, Any] = {"step": 1, "mini_batch": 0, "pad_token_id": 0}
 ABC = rows("x|ABCD", "x|E", "x|FG")
@@ -109,21 +109,6 @@ def test_a_single_token_is_missed_among_millions() -> None:
     for wrong, world in ((num_tokens + 1, 1), (num_tokens - 1, 2)):
         with pytest.raises(BatchingError, match=r"^num_tokens: "):
             check_share(batch, planned._replace(num_tokens=wrong), dp_world_size=world)
-
-
-def test_denominators_counted_row_by_row() -> None:
-    batch = rows("x|AbC", "x|d", "x|EF", "x|G", "a|b", group_ids=[*"ggh", "k", ""])
-    batch = replace(
-        batch,
-        trajectory_id=["g/0/0", "g/0/0", "h/0/0", "k/0/0", ""],
-        weight=np.array([0.5, 0.5, 1, 2, 0], np.float32),
-        is_padding=np.array([0, 0, 0, 0, 1], np.bool_),
-    )
-
-    counted = count_denominators([batch], length_constant=9)
-
-    # Row 1 has no trained token: its trajectory counts by row 0 alone, its weight not at all.
-    assert counted == Denominators(5, 3, 3, 3, 3.5, 9)
 
 
 @st.composite

@@ -130,21 +130,6 @@ def test_version_sums_up_its_groups() -> None:
     assert total.figures.tags["env"].values["maze"].reward_mean == 0.5
 
 
-@pytest.mark.parametrize(
-    ("events", "num_trajectories", "best"),
-    [
-        ([awaiting(0), awaiting(1), posted(0, 0.25), missed(1)], 2, 0.25),
-        ([sealed(reward=0.5), posted(0, 9.0), posted(1), abandoned(1)], 1, 0.5),  # none awaits it
-    ],
-)
-def test_evaluation_takes_awaited_rewards_alone(
-    events: list[Event], num_trajectories: int, best: float
-) -> None:
-    _, (ended,) = fold([evaluation(), *events])
-
-    assert (ended.result.num_trajectories, ended.result.best) == (num_trajectories, best)
-
-
 def test_seal_after_the_evaluation_is_surplus_once() -> None:
     late = sealed(sample=1)
 
@@ -204,15 +189,23 @@ def components(reward: float | None, **named: float) -> SealedTrajectory:
             1.0,
         ),
         (CONFIG, [dataclasses.replace(awaiting(0), reward=0.75), posted(0, None, b=9.0)], 0.75),
+        (CONFIG, [evaluation(), awaiting(0), awaiting(1), posted(0, 0.25), missed(1)], 0.25),
+        (CONFIG, [evaluation(), sealed(reward=0.5), posted(0, 9.0), posted(1), abandoned(1)], 0.5),
     ],
-    ids=["weighted", "missing", "outcome", "turns", "posted", "posted beside an outcome"],
+    ids=[
+        *("weighted", "missing", "outcome", "turns", "posted", "posted beside an outcome"),
+        *("one missed", "none awaited"),
+    ],
 )
 def test_evaluated_reward_comes_from_the_source_of_the_run(
     of: BatchingConfig, events: list[Event], best: float
 ) -> None:
-    _, (ended,) = fold([evaluation(1), *events], of)
+    opens = [] if isinstance(events[0], GroupOpened) else [evaluation(1)]
+
+    _, (ended,) = fold([*opens, *events], of)
 
     assert ended.result.best == best
+    assert ended.result.num_trajectories == sum(isinstance(e, SealedTrajectory) for e in events)
 
 
 def test_revision_keeps_members_of_evaluations() -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from testkit import ZERO_VARIANCE, config, sealed, shape
-from testkit.folds import DEADLINE, abandoned, died, fold, granted, key, opened, samples, seals
+from testkit import ZERO_VARIANCE, config, sealed
+from testkit.folds import DEADLINE, abandoned, died, fold, key, opened, samples, seals
 from testkit.planning import plan, ready
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.decisions import GroupDropped, RefillWanted
@@ -32,17 +32,6 @@ def test_greedy_sample_is_compared_and_in_no_denominator() -> None:
     assert (planned[0].oldest_version, planned[0].newest_version) == (None, None)
     assert manifest.mini_batches[0].num_rows == 3
     assert manifest.mini_batches[0].denominators == Denominators(6, 2, 2, 1, 2.0, 0)
-
-
-def test_greedy_sample_counts_in_no_mean_of_normalised_advantages() -> None:
-    of = replace(REMAX, normalize_advantages="batch")
-    long = sealed("a", reward=0.5, turns=[shape(2, 99)])
-
-    members = [sealed("a", sample=1, reward=1.0), sealed("a", sample=2, reward=0.0)]
-    manifest = plan(ready("a", long, *members), of=of)
-
-    advantages = [t.advantage for t in manifest.groups[0].trajectories]
-    assert advantages[1:] == pytest.approx([1.0, -1.0])
 
 
 def test_only_sample_zero_of_a_run_with_remax_is_greedy() -> None:
@@ -119,14 +108,6 @@ def test_greedy_sample_is_refilled_and_never_spared(
     _, decided = fold(events, REFILL)
 
     assert [each for each in decided if isinstance(each, RefillWanted)] == asked
-
-
-def test_group_is_ready_with_the_refill_of_its_greedy_sample() -> None:
-    events = [opened(), abandoned(0), granted(1, sample=0), *seals(1), sealed(attempt=1)]
-
-    folded, _ = fold(events, REFILL)
-
-    assert [member.key for member in folded.ready[0].members] == [key(0, 1), key(1)]
 
 
 @pytest.mark.parametrize(("rewards", "num_ready"), [((1.0, 1.0), 0), ((1.0, 0.0), 1)])

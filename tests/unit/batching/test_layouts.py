@@ -253,29 +253,6 @@ def pad(batch: Rows, *, width: int | None = None, response_width: int | None = N
     )
 
 
-def numbered(*parts: tuple[list[int], list[int]]) -> Rows:
-    """Rows of these prompts and responses; every response token is trained."""
-    texts = ["a" * len(prompt) + "|" + "B" * len(response) for prompt, response in parts]
-    ids = Ragged.from_rows([prompt + response for prompt, response in parts], np.int32)
-    return replace(rows(*texts), input_ids=ids)
-
-
-def test_case_1_rows_end_in_the_last_column() -> None:
-    batch = replace(
-        numbered(([1, 2, 3], [5]), ([4], [6, 7, 8])),
-        rewards=Ragged.from_rows([[1], [0, 0, 0.5]], np.float32),
-        loss_mask=Ragged.from_rows([[1], [1, 0, 1]], np.uint8),
-    )
-
-    padded = pad(batch)
-
-    assert padded.input_ids_BT.tolist() == [[1, 2, 3, 5], [4, 6, 7, 8]]
-    assert padded.attention_mask_BT.all()
-    assert padded.response_mask_BR.tolist() == [[0, 0, 1], [1, 1, 1]]
-    assert padded.rewards_BR.tolist() == [[0, 0, 1], [0, 0, 0.5]]
-    assert padded.loss_mask_BR.tolist() == [[0, 0, 1], [1, 0, 1]]
-
-
 def test_positions_count_from_the_first_real_token() -> None:
     padded = pad(rows("ab|C", "|d"))
 
@@ -299,14 +276,6 @@ def test_case_9_row_longer_than_the_width_is_refused() -> None:
         assert caught.value.args == refused
 
 
-def test_right_padded_mask_counts_its_columns_beyond_int16() -> None:
-    batch = replace(rows("|" + "a" * 32_768, "ab|"), logprobs=None)
-
-    padded = right_padded(batch, width=32_768, pad_token_id=PAD)
-
-    assert np.count_nonzero(padded.attention_mask_BT, axis=1).tolist() == [32_768, 2]
-
-
 @pytest.mark.parametrize("width", [32_767, 32_768, 40_000])
 def test_a_mask_counts_its_columns_also_beyond_int16(width: int) -> None:
     padded = pad(rows("a|B", "|"), width=width, response_width=width)
@@ -314,6 +283,8 @@ def test_a_mask_counts_its_columns_also_beyond_int16(width: int) -> None:
     assert np.argwhere(padded.attention_mask_BT).tolist() == [[0, width - 2], [0, width - 1]]
     assert np.argwhere(padded.response_mask_BR).tolist() == [[0, width - 1]]
     assert padded.position_ids_BT[0, -2:].tolist() == [0, 1]
+    right = right_padded(rows("|" + "a" * width, "ab|"), width=width, pad_token_id=PAD)
+    assert np.count_nonzero(right.attention_mask_BT, axis=1).tolist() == [width, 2]
 
 
 @pytest.mark.parametrize("num_tokens", [3, 700])

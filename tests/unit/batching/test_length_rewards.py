@@ -10,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import config, sealed, shape
-from testkit.folds import fold, opened
 from testkit.planning import plan, ready
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.fold.withdrawing import with_planned_reward
 from turnstream.batching.scoring.rewards import length_rewards
 from turnstream.types import SealedTrajectory, Status
 
@@ -69,16 +67,6 @@ def test_length_reward_comes_with_the_last_turn() -> None:
     assert [t.advantage for t in planned] == [0.5, -0.5]
     # The state of the second turn is not shared: it has the part of the trajectory alone.
     assert [t.turn_advantages for t in planned] == [(1.0, 0.5), (-1.0, -0.5)]
-
-
-def test_withdrawn_plan_gives_back_the_reward_without_that_of_its_group() -> None:
-    waiting = replace(members((1, 1), (9, 1))[0], reward=None, awaits_reward=True)
-    folded, _ = fold([opened(group_id="a"), *members((1, 1), (9, 1))], SHAPED)
-    manifest = plan(*folded.ready, of=SHAPED)
-
-    before = with_planned_reward(waiting, manifest.groups[0].trajectories[0], config=SHAPED)
-
-    assert before.reward == 1.0
 
 
 def slow_shaped(group: list[SealedTrajectory], of: BatchingConfig) -> list[float]:

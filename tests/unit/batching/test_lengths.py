@@ -8,7 +8,6 @@ import pytest
 from testkit import config, sealed, shape
 from testkit.folds import fold, key, opened, samples, seals
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.scoring.filters import is_compared, is_masked, length_problem
 from turnstream.types import Status, TrajectoryState
 
@@ -67,28 +66,6 @@ def test_a_masked_trajectory_is_compared_if_the_run_keeps_its_reward(
 
     assert is_compared(sealed(status=Status.ABORTED), of) is expected
     assert is_compared(sealed(), of)
-
-
-def folded(of: BatchingConfig, *rewards: float, cut_off: int) -> tuple[RunFold, list[Any]]:
-    """Return the fold of a group whose last `cut_off` members are truncated, and its drops."""
-    first_cut = len(rewards) - cut_off
-    statuses = [Status.TRUNCATED if s >= first_cut else Status.COMPLETED for s in range(9)]
-    members = [
-        sealed(sample=sample, reward=reward, status=statuses[sample])
-        for sample, reward in enumerate(rewards)
-    ]
-    return fold([opened(len(rewards)), *members], of)
-
-
-def test_a_group_with_fewer_than_two_rewards_left_to_compare_is_incomplete() -> None:
-    leaving_out = replace(MASKING, masked_reward="leave_out")
-
-    kept, _ = folded(leaving_out, 1.0, 0.0, 0.0, cut_off=1)
-    _, [drop] = folded(leaving_out, 1.0, 0.0, 0.0, cut_off=2)
-
-    assert [len(group.members) for group in kept.ready] == [3]
-    assert (drop.state, len(drop.keys)) == (TrajectoryState.INCOMPLETE, 3)
-    assert drop.reason == "1 valid members, and 2 are needed to compare"
 
 
 def test_group_continues_without_its_overlong_member() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testkit import assert_same, extra_column, rows
+from testkit import extra_column, rows
 from testkit.shares import budgeted_passes, rank_share
 from turnstream.batching.layouts.padded import left_padded
 from turnstream.batching.packing.balance import balance
@@ -94,16 +94,6 @@ def arrays(column: Any) -> list[np.ndarray[Any, Any]]:
     if isinstance(column, np.ndarray):
         return [column]
     return [column.values, column.offsets] if isinstance(column, Ragged) else []
-
-
-def test_case_32_three_rows_become_five_and_real_ones_stay() -> None:
-    # The reference makes five of them, two of which are row 0 with masks of 0.
-    batch = rows("abC", "abCDEF", "xY")
-
-    padded = rank_share(batch, dp_rank=0, dp_world_size=1, multiple_of=5, **CUT)
-
-    assert padded.is_padding.tolist() == [False] * 3 + [True] * 2
-    assert_same(take_rows(padded, range(3)), take_rows(batch, range(3)))
 
 
 def test_case_32_inert_row_has_only_dummy_routes() -> None:

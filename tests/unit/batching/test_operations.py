@@ -4,12 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import testkit
 from turnstream.batching.rows.operations import (
-    LOSS_INPUTS,
     Datum,
     Operation,
     check_operation,
@@ -18,8 +15,6 @@ from turnstream.batching.rows.operations import (
     sums_by_request,
 )
 from turnstream.errors import BatchingError
-from turnstream.records.batches import decode_mini_batch, encode_mini_batch
-from turnstream.types import MiniBatch
 
 
 def datum(num_tokens: int, *, num_targets: int | None = None, **inputs: Any) -> Datum:
@@ -177,40 +172,3 @@ def test_missing_weights_are_one_and_zeros_make_no_row_inert() -> None:
     assert not made.is_padding.any()
     assert made.logprobs is None
     assert made.advantages is None
-
-
-@st.composite
-def windows(draw: st.DrawFn) -> list[Operation]:
-    calls: list[Operation] = []
-    for number in range(draw(st.integers(1, 5))):
-        loss = draw(st.sampled_from(sorted(LOSS_INPUTS)))
-        num_targets = draw(st.sampled_from([None, 1, 3])) if loss == "cross_entropy" else None
-        lengths = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-        data = [
-            datum(n, num_targets=num_targets) if not LOSS_INPUTS[loss] else scored(n)
-            for n in lengths
-        ]
-        calls.append(operation(f"model:{number}", *data, loss=loss))
-    return calls
-
-
-@given(windows())
-def test_every_datum_is_one_row_of_one_pass_unchanged(calls: list[Operation]) -> None:
-    found: dict[tuple[str, int], list[list[Any]]] = {}
-    for own in operations_by_pass(calls):
-        for each in own:
-            check_operation(each)
-        rows = operation_rows(own, first_row_id=7)
-        sent = encode_mini_batch(MiniBatch(rows=rows, info=testkit.mini_batch_info(rows)))
-        arrived = decode_mini_batch(sent.data).rows
-        columns = arrived.operations
-        assert columns is not None
-        for row, place in enumerate(zip(columns.request_id, columns.datum_index, strict=True)):
-            assert place not in found
-            found[place] = [arrived.input_ids[row].tolist(), columns.target_ids[row].tolist()]
-
-    assert found == {
-        (own.request_id, place): [each.model_input.tolist(), each.target_tokens.tolist()]
-        for own in calls
-        for place, each in enumerate(own.data)
-    }

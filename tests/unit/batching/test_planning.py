@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from testkit import assert_same, config, rows, sealed, shape, turn
+from testkit import config, sealed, shape, turn
 from testkit.planning import plan, ready, stored_group
-from testkit.shares import join_shares, rank_share
 from turnstream.batching.fold.decisions import ReadyGroup
 from turnstream.batching.layouts.padded import left_padded
 from turnstream.batching.merge.plan import ASSEMBLY_VERSION, SequenceShape
 from turnstream.batching.planning.plan_batch import num_groups_to_plan
-from turnstream.batching.rows.assemble import assemble_rows, concatenate_rows, take_rows
+from turnstream.batching.rows.assemble import assemble_rows, concatenate_rows
 from turnstream.errors import BatchingError
 from turnstream.types import Denominators, Status
 
@@ -133,26 +132,6 @@ def test_case_35_a_split_trajectory_is_compared_once_and_its_advantage_broadcast
         assert manifest.mini_batches[0].denominators == Denominators(6, 3, 2, 1, 3.0, 0)
 
 
-def test_case_36_inert_rows_change_no_row_and_no_average() -> None:
-    # The averages of case 35: rewards .5 over trajectories, advantages .16667 over tokens.
-    batch = replace(
-        rows("a|BCD", "x|yzU", "a|bCD", rewards=[1, 1, 0], advantages=[0.5, 0.5, -0.5]),
-        is_last=np.array([False, True, True]),
-    )
-    shares = [
-        rank_share(batch, step=1, mini_batch=0, dp_rank=r, dp_world_size=2, pad_token_id=0)
-        for r in range(2)
-    ]
-
-    padded = concatenate_rows(shares)
-    layout = left_padded(padded, width=4, response_width=3, pad_token_id=0)
-
-    assert sorted(padded.is_padding.tolist()) == [False, False, False, True]
-    assert padded.reward[padded.is_last].mean() == 0.5
-    assert layout.advantages_BR[layout.loss_mask_BR].mean() == pytest.approx(1 / 6)
-    assert_same(join_shares(shares), take_rows(batch, range(3)))
-
-
 def test_every_mini_batch_has_its_own_widths_rows_and_denominators() -> None:
     # The reference sends the lists of the whole batch along with each part.
     groups = [
@@ -235,6 +214,18 @@ SPLIT = [shape(2, 3), shape(4, 1), shape(3, 2)]
             {"estimator": "dr_grpo", "normalize_advantages": "batch"},
             [ready("a", rewards=[1, 0]), ready("b", rewards=[4, 0])],
             [0.342997, -0.342997, 1.371989, -1.371989],  # over the standard deviation 1.457738
+        ),
+        (
+            {"estimator": "remax", "normalize_advantages": "batch"},
+            [
+                ready(
+                    "a",
+                    sealed("a", reward=0.5, turns=[shape(2, 99)]),  # greedy, and in no mean
+                    sealed("a", sample=1, reward=1.0),
+                    sealed("a", sample=2, reward=0.0),
+                )
+            ],
+            [0, 1, -1],
         ),
         # Row-wise the mean of a trajectory of three rows and one of one row would be 0.75.
         (

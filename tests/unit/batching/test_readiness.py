@@ -92,11 +92,7 @@ def test_seal_without_a_place_is_surplus(
     _, (drop,) = fold([opened(), *before, late])
 
     assert (drop.state, drop.key, drop.reason) == (SURPLUS, late.key, reason)
-
-
-def test_trajectory_of_a_group_that_was_never_opened_is_incomplete() -> None:
     _, (drop,) = fold([sealed("nowhere")])
-
     assert (drop.state, drop.reason) == (INCOMPLETE, "its group was never opened")
 
 

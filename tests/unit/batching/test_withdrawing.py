@@ -177,6 +177,7 @@ def test_withdrawal_is_the_same_when_repeated_and_from_a_snapshot() -> None:
         ({"estimator": "gdpo", "component_weights": (("x", 1.0), ("y", 1.0))}, None),
         ({"reward_source": "sum_of_turns"}, None),
         ({"overlong_length": 4, "overlong_buffer": 2}, 0.75),  # with a penalty of 0.5
+        ({"length_reward_weight": 1.0}, 0.25),  # which the plan does not record
     ],
 )
 def test_late_reward_of_a_withdrawn_plan_comes_from_the_plan(
