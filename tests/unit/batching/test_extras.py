@@ -1,22 +1,28 @@
-"""Extra columns through the merge, one kind at a time."""
+"""Extra columns through the merge: one kind at a time, and held against loops over lists."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from testkit import assert_same, spell, turn
 from testkit.columns import IMAGES, POSITIONS, ROUTES, STYLE, TEACHER, images, routes, with_columns
+from testkit.links import linked_slowly
+from testkit.planning import assembled_rows
+from testkit.strategies import chains, declared_columns, trees, with_extras
 from turnstream.batching.config.declarations import no_values
 from turnstream.batching.merge.merged_extras import whole_extras
 from turnstream.batching.merge.merging import merge_turns
 from turnstream.batching.merge.prefix import PrefixMatch
 from turnstream.batching.merge.storing import ExtraIndex, narrowed, store_turns
-from turnstream.errors import InvalidTurnError
-from turnstream.types import NO_PARENT, DeclaredColumn
+from turnstream.errors import BatchingError, InvalidTurnError
+from turnstream.types import NO_PARENT, DeclaredColumn, ExtraPiece, Rows, Turn
 
 DIFFERING = replace(STYLE, is_constant=False)
 
@@ -82,8 +88,8 @@ def test_cut_values_are_restored_in_the_declared_type() -> None:
     whole = whole_extras(stored, declared)
 
     assert [own["routes"].dtype for own in whole] == [np.int16, np.int16]
-    for found, given in zip(whole, turns, strict=True):
-        assert_same(found, dict(given.extras))
+    for found, own in zip(whole, turns, strict=True):
+        assert_same(found, dict(own.extras))
     with pytest.raises(InvalidTurnError, match="1 values of turn 0, which has 0"):
         whole_extras([replace(stored[0], extras={}), stored[1]], [IMAGES])
 
@@ -174,3 +180,167 @@ def test_case_11_expert_that_no_type_holds_is_refused(expert: int, message: str)
         one = with_columns(turn("ab", "C"), routes=routes(1, expert))
         with pytest.raises(InvalidTurnError, match=rf"^extras\['routes'\]: {message}"):
             store_turns([one], extra_columns=[ROUTES])
+
+
+@st.composite
+def episodes(draw: st.DrawFn) -> tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]]:
+    declared = draw(declared_columns())
+    turns = draw(chains() | trees())
+    return draw(with_extras(turns, declared)), declared
+
+
+def said_slowly(
+    column: DeclaredColumn, turns: Sequence[Turn], links: Sequence[tuple[int, int]]
+) -> list[list[Any]]:
+    """Return the column of every turn for its whole prompt and response, as lists."""
+    said: list[list[Any]] = []
+    fill = np.full(column.shape, column.fill, column.dtype).tolist()
+    for one, (parent, shared) in zip(turns, links, strict=True):
+        given = one.extras[column.name].tolist() if column.name in one.extras else None
+        before = said[parent][:shared] if parent != NO_PARENT else []
+        match column.per:
+            case "token":
+                count = len(one.prompt_ids) + len(one.response_ids)
+                own = given or [fill] * count
+                said.append([*before, *own[len(before) :]])
+            case "first_tokens":
+                said.append([*before, *(given or [])[len(before) :]])
+            case "response_token":
+                said.append(given or [fill] * len(one.response_ids))
+            case "row":
+                first = said[0] if said and column.is_constant else [fill]
+                said.append(given or first)
+            case "items":
+                said.append(given or [])
+    return said
+
+
+def merged_slowly(
+    column: DeclaredColumn, turns: Sequence[Turn], rows: Sequence[Any], said: list[list[Any]]
+) -> list[list[Any]]:
+    fill = np.full(column.shape, column.fill, column.dtype).tolist()
+    merged: list[list[Any]] = []
+    for row in rows:
+        if column.per != "response_token":
+            merged.append(said[row.turns[-1]])
+            continue
+        values: list[Any] = []
+        for index in row.turns:
+            start = len(turns[index].prompt_ids) - row.prompt_length
+            values += [fill] * (start - len(values)) + said[index]
+        merged.append(values)
+    return merged
+
+
+def items_given(turns: Sequence[Turn], declared: Sequence[DeclaredColumn]) -> tuple[Turn, ...]:
+    """No items said to be no items, which leaves no question of whose they are."""
+    none = {c.name: np.zeros((0, *c.shape), c.dtype) for c in declared if c.per == "items"}
+    return tuple(replace(one, extras={**none, **one.extras}) for one in turns)
+
+
+def assembled(turns: Sequence[Turn], declared: Sequence[DeclaredColumn]) -> Rows:
+    return assembled_rows(store_turns(turns, extra_columns=declared), declared)
+
+
+@given(episode=episodes())
+def test_rows_have_what_loops_over_lists_find(
+    episode: tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]],
+) -> None:
+    turns, declared = items_given(*episode), episode[1]
+
+    merged = merge_turns(turns, extra_columns=declared)
+    rows = assembled(turns, declared)
+
+    links = linked_slowly(turns, declared)
+    stored = store_turns(turns, extra_columns=declared)
+    assert [(one.parent_turn, one.shared_tokens) for one in stored] == links
+    assert list(rows.extras) == [column.name for column in declared]
+    for column in declared:
+        said = said_slowly(column, turns, links)
+        expected = merged_slowly(column, turns, merged, said)
+        found = rows.extras[column.name]
+        assert column_of(merged, column.name) == expected
+        assert [values.tolist() for values in found.values] == expected
+        if column.per != "first_tokens":
+            assert found.dtype == column.numpy_dtype
+        # A turn that omits an optional column has none of it; others have all of their values.
+        whole = [own.get(column.name) for own in whole_extras(stored, declared)]
+        assert [None if own is None else own.tolist() for own in whole] == [
+            None if own is None and column.is_optional else said[number]
+            for number, own in enumerate(whole)
+        ]
+        assert all(
+            own is not None
+            for own, one in zip(whole, stored, strict=True)
+            if column.name in one.extras
+        )
+
+
+@pytest.mark.parametrize(
+    ("column", "piece", "message"),
+    [
+        (POSITIONS, ExtraPiece(0, np.zeros((3, 3), np.int64)), "int64"),
+        (TEACHER, None, "turn 0 has none"),
+        (ROUTES, ExtraPiece(0, routes(1).astype(np.int64)), "int64"),
+        (IMAGES, ExtraPiece(3, images(1)), "turn 0 follows turn -1"),
+    ],
+)
+def test_a_stored_column_that_cannot_be_is_refused(
+    column: DeclaredColumn, piece: ExtraPiece | None, message: str
+) -> None:
+    (stored,) = store_turns([turn("ab", "C")])
+    wrong = replace(stored, extras={} if piece is None else {column.name: piece})
+
+    with pytest.raises(InvalidTurnError, match=message):
+        assembled_rows([wrong], [column])
+
+
+def test_more_values_than_int32_offsets_can_count_are_refused() -> None:
+    # The array needs no memory: every value is the same one.
+    stored = store_turns([turn("ab", "C"), turn("x", "Y"), turn("q", "R")])
+    many = ExtraPiece(0, np.broadcast_to(np.zeros((1, 2), np.float32), (2**30, 2)))
+    wrong = [replace(one, extras={"images": many}) for one in stored]
+
+    with pytest.raises(BatchingError, match="3221225472 values in one mini-batch: offsets are"):
+        assembled_rows(wrong, [IMAGES])
+
+
+def test_a_turn_without_a_token_needs_no_value_per_token() -> None:
+    nothing = with_columns(turn("", ""), positions=np.zeros((0, 3), np.int32))
+
+    rows = assembled([nothing], [POSITIONS])
+
+    assert rows.extras["positions"].values.lengths.tolist() == [0]
+
+
+def test_values_that_the_parent_does_not_hold_are_refused() -> None:
+    first, second = store_turns(
+        [with_columns(turn("ab", "C"), images=images(1)), turn("abcd", "E")], extra_columns=[IMAGES]
+    )
+    wrong = replace(second, extras={"images": ExtraPiece(2, images())})
+
+    with pytest.raises(InvalidTurnError, match="2 values of turn 0, which has 1"):
+        assembled_rows([first, wrong], [IMAGES])
+
+
+def test_a_stored_column_that_the_run_does_not_declare_is_passed_over() -> None:
+    (stored,) = store_turns(
+        [with_columns(turn("ab", "C"), images=images(1))], extra_columns=[IMAGES]
+    )
+
+    assert assembled_rows([stored], []).extras == {}
+
+
+def test_case_11_choices_are_stored_and_merged_in_the_narrowest_type() -> None:
+    # As in the reference, experts 3 and 300 in one batch are int16.
+    small, large = turn("ab", "C"), turn("xy", "Z")
+    turns = [
+        with_columns(small, routes=routes(1, 2)),
+        with_columns(large, routes=routes(300)),
+    ]
+
+    stored = store_turns(turns, extra_columns=[ROUTES])
+
+    assert [t.extras["routes"].values.dtype for t in stored] == [np.uint8, np.int16]
+    assert assembled(turns, [ROUTES]).extras["routes"].dtype == np.int16
+    assert assembled(turns[:1], [ROUTES]).extras["routes"].dtype == np.uint8
