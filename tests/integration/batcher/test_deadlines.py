@@ -12,44 +12,23 @@ from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.batcher.planner import timekeeper
 from turnstream_server.ledger.leadership.leadership import Term
 
-DEADLINE_S = 10.0
-"""Every write of a test comes before it; then the test lets it pass."""
 
-SHORT = {"group_deadline_s": DEADLINE_S, "deadline_policy": "train_short"}
-
-
-def open_members(cluster: Any, run: str, *, num_samples: int, sealed: int, **opening: Any) -> None:
-    """Open all samples of group "g", and seal the first ones of them; the others hang."""
+def open_both_and_seal_one(cluster: Any, run: str) -> None:
+    """Open both samples of group "g", and seal the first one; the other hangs."""
     publisher = Publisher(cluster.url, run, writer="w")
-    writers = [
-        publisher.trajectory("g", sample, num_samples=num_samples, **opening)
-        for sample in range(num_samples)
-    ]
-    for writer in writers:  # all of them first: a group that is decided takes no more
-        writer.__enter__()
-    for sample, writer in enumerate(writers[:sealed]):
-        writer.append([1, 2], [3, 4])
-        writer.seal(reward=float(sample))
+    first, second = (publisher.trajectory("g", s, num_samples=2, prompt_uid="p7") for s in (0, 1))
+    with first:
+        second.__enter__()
+        first.append([1, 2], [3, 4])
+        first.seal(reward=0.0)
     publisher.close()
-
-
-async def test_group_with_a_hanging_member_is_trained_short(cluster: Any) -> None:
-    run, trainer = await cluster.serve(batch_groups=1, **SHORT)
-    await asyncio.to_thread(open_members, cluster, run, num_samples=3, sealed=2)
-
-    cluster.pass_deadlines(run)
-    await trainer.start()
-    (pulled,) = await trainer.get(1)
-
-    assert pulled.mini_batch.rows.trajectory_id == ["g/0/0", "g/1/0"]
-    assert cluster.states(run) == {TrajectoryState.PLANNED: 2, TrajectoryState.SURPLUS: 1}
 
 
 async def test_hanging_member_is_refilled_by_any_free_generator(cluster: Any) -> None:
     run, trainer = await cluster.serve(
-        batch_groups=1, group_deadline_s=DEADLINE_S, deadline_policy="refill", max_refills=1
+        batch_groups=1, group_deadline_s=10.0, deadline_policy="refill", max_refills=1
     )
-    await asyncio.to_thread(open_members, cluster, run, num_samples=2, sealed=1, prompt_uid="p7")
+    await asyncio.to_thread(open_both_and_seal_one, cluster, run)
 
     cluster.pass_deadlines(run)
     async with AsyncPublisher(cluster.url, run) as other:

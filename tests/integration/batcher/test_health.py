@@ -1,7 +1,7 @@
 """Health of a store that is away, and the reports of a full one."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -111,17 +111,6 @@ def full(cluster: Any) -> Iterator[FullStore]:
     store.close()
 
 
-@pytest.fixture
-async def full_with_batcher(cluster: Any) -> AsyncIterator[tuple[FullStore, Any, Any]]:
-    replica = await cluster.start_batcher()
-    store = await asyncio.to_thread(FullStore, cluster, cluster.client)
-    trainer = cluster.trainer(replica, store.run)
-    await trainer.start()
-    store.fill()
-    yield store, replica, trainer
-    await asyncio.to_thread(store.close)
-
-
 def says_full(text: str) -> bool:
     """Whether a sentence names the bytes used and allowed, and what holds them, by type."""
     names = ("full", "it uses ", "maxmemory is ", "by open trajectories", "by sealed ones")
@@ -160,15 +149,15 @@ def test_every_wait_of_a_generator_on_a_full_store_says_full(full: FullStore, cl
 
 
 async def test_batcher_of_full_store_says_full(
-    full_with_batcher: tuple[FullStore, Any, Any],
-) -> None:
-    _, replica, trainer = full_with_batcher
+    full: FullStore, replica: Any, stub: Any, cluster: Any
+):
+    trainer = cluster.trainer(replica, full.run)
+    await trainer.start()
+    full.fill()
 
     error = await trainer.refused(1, words="^step 1: .*; the store is full")
-    async with grpc.aio.insecure_channel(replica.address) as channel:
-        stub: Any = HealthStub(channel)
-        health = await stub.Check(HealthCheckRequest(), timeout=60)
+    state, _ = await check(stub)
 
     assert error.reasons[0].kind == "store_full"
     assert says_full(error.reasons[0].sentence)
-    assert health.status == HealthCheckResponse.SERVING
+    assert state == SERVING

@@ -23,7 +23,6 @@ from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.serving import running_calls
 from turnstream_server.batcher.serving.servicer import BatchesServicer
 from turnstream_server.ledger.core.frontier import read_frontier_async
-from turnstream_server.ledger.sessions.observers import declare_observer
 
 
 class SlowClient:
@@ -241,24 +240,6 @@ async def test_ranks_of_one_mini_batch_share_one_cut(cluster, monkeypatch):
     assert num_cuts == [NUM_RANKS, NUM_RANKS]
     real = [share[index].mini_batch.info.num_real_rows for share in pulled for index in (0, 1)]
     assert sum(real) == 4
-
-
-@pytest.mark.parametrize(("asks", "is_alive"), [(1, True), (2, False)])
-async def test_observer_is_alive_if_it_asks_for_the_next_unseen_step(cluster, asks, is_alive):
-    run = cluster.create_run(batch_groups=1, max_staleness=9, max_planned_ahead=3)
-    caller = cluster.trainer(await cluster.start_batcher(), run)
-    await cluster.publish(run, group("g0"), group("g1"))
-    silent = b"0:99999999999999:600000"
-    async with connect_async(cluster.url) as client:
-        observers = keys.run_keys(run).observers
-        await declare_observer(client, run, observer="o", first_step=1, expiry_s=600)
-        await client.hset(observers, "o", silent)
-
-        (pulled,) = await caller.get(asks, observer="o")
-        entry = await client.hget(observers, "o")
-
-    assert pulled.mini_batch.info.step == asks
-    assert (entry != silent) == is_alive
 
 
 async def test_a_replica_that_is_behind_announces_in_the_lineage_of_the_store(cluster):

@@ -1,4 +1,4 @@
-"""Columns that only some mini-batches have: per token, of operations, and declared extras."""
+"""Stored mini-batches, with columns per token, of operations, and declared extras."""
 
 from __future__ import annotations
 
@@ -22,6 +22,23 @@ EXTRAS_FILE = Path(__file__).parent / "golden" / "mini_batch_extras.hex"
 
 def mini_of(built: Rows) -> MiniBatch:
     return MiniBatch(rows=built, info=mini_batch_info(built, assembly_version=0))
+
+
+def plain() -> MiniBatch:
+    built = rows(
+        "abCdE",
+        "abF",
+        "g|h",
+        group_ids=["g0", "g0", ""],
+        advantages=[0.5, -0.5, 0.0],
+        is_padding=[False, False, True],
+        token_reward=0.25,
+        version=7,
+    )
+    info = mini_batch_info(
+        built, step=3, pad_token_id=9, micro_batches=((0,), (1, 2)), assembly_version=0
+    )
+    return MiniBatch(rows=built, info=info)
 
 
 def with_tokens() -> MiniBatch:
@@ -54,12 +71,14 @@ def with_extras() -> MiniBatch:
 
 
 HASHES = {
+    "plain": "027b0f3ca45384ba9570cbc21b8ba60d4a038c76e37b3aa215d901a8f87dee0a",
     "tokens": "c3fabd11d84be516c8287891d2236f47b2f35c4629226066641f1af997f6bb6a",
     "operations": "ba2bc90edc8324fa29763cab48d9b43c13a64992b8433ab6eefbba74bfbff95f",
     "operations_of_several": "b6e2923fbdfc5ffe777f1469534f4528220143e774bb5ceb4982b5b695d0658d",
     "extras": "bc5f736f87f34d692f18358c0acc98a44a49d9aac253b6f759492ba365fa66fc",
 }
 GOLDEN_BATCHES = {
+    "plain": plain(),
     "tokens": with_tokens(),
     "operations": with_operations(),
     "operations_of_several": with_operations(num_targets=2),
@@ -100,7 +119,7 @@ def test_values_of_any_shape_are_decoded_without_a_copy(name: str):
 
 
 @pytest.mark.parametrize("name", GOLDEN_BATCHES)
-def test_stored_mini_batch_with_such_columns_is_read(name: str):
+def test_stored_mini_batch_of_format_0_is_read(name: str):
     # The content hash covers all columns and metadata. One file covers the framing as well.
     encoded = encode_mini_batch(GOLDEN_BATCHES[name])
     stored = bytes.fromhex(EXTRAS_FILE.read_text()) if name == "extras" else encoded.data

@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from testkit import assert_same, config, manifest, mini_batch_info, rows, sealed, shape, stored_turn
+from testkit import assert_same, config, manifest, sealed, shape, stored_turn
 from turnstream.batching.config import GroupFilter
 from turnstream.batching.merge.plan import Manifest
 from turnstream.batching.scoring.tag_statistics import sum_up
 from turnstream.errors import UnknownFormatError
-from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.records.configs import decode_config
 from turnstream.records.events import decode_event, encode_event
 from turnstream.records.manifests import decode_manifest, encode_manifest, manifest_hash
@@ -29,7 +28,6 @@ from turnstream.types import (
     DeadlineFired,
     Event,
     GroupOpened,
-    MiniBatch,
     PlansWithdrawn,
     Purpose,
     RefillGranted,
@@ -47,7 +45,6 @@ from turnstream.types import (
 )
 
 GOLDEN = Path(__file__).parent / "golden"
-MINI_BATCH_HASH = "027b0f3ca45384ba9570cbc21b8ba60d4a038c76e37b3aa215d901a8f87dee0a"
 
 WEIGHTS = np.array([0.25, 0.0, 2.0], np.float32)
 
@@ -152,23 +149,6 @@ def golden_manifest_by_turns() -> Manifest:
     return replace(plan, assembly_version=3, groups=groups)
 
 
-def golden_mini_batch() -> MiniBatch:
-    built = rows(
-        "abCdE",
-        "abF",
-        "g|h",
-        group_ids=["g0", "g0", ""],
-        advantages=[0.5, -0.5, 0.0],
-        is_padding=[False, False, True],
-        token_reward=0.25,
-        version=7,
-    )
-    info = mini_batch_info(
-        built, step=3, pad_token_id=9, micro_batches=((0,), (1, 2)), assembly_version=0
-    )
-    return MiniBatch(rows=built, info=info)
-
-
 def read_golden(name: str) -> bytes:
     return bytes.fromhex((GOLDEN / name).read_text())
 
@@ -242,12 +222,3 @@ def test_stored_config_of_format_3_is_read_and_of_format_2_refused():
     # It has drop_zero_variance, and trajectories with an error were trained.
     with pytest.raises(UnknownFormatError, match="format 2; this one reads format 3"):
         decode_config((GOLDEN / "config_2.json").read_text())
-
-
-def test_stored_mini_batch_of_format_0_is_read():
-    stored = read_golden("mini_batch.hex")
-
-    decoded = decode_mini_batch(stored, expected_hash=MINI_BATCH_HASH)
-
-    assert_same(decoded, golden_mini_batch())
-    assert encode_mini_batch(golden_mini_batch()).content_hash == MINI_BATCH_HASH
