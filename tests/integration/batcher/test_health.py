@@ -148,9 +148,7 @@ def test_every_wait_of_a_generator_on_a_full_store_says_full(full: FullStore, cl
     assert [reason.kind for reason in adopted.value.reasons] == ["store_full"]
 
 
-async def test_batcher_of_full_store_says_full(
-    full: FullStore, replica: Any, stub: Any, cluster: Any
-):
+async def test_batcher_of_full_store_says_full(full, replica, stub, cluster):
     trainer = cluster.trainer(replica, full.run)
     await trainer.start()
     full.fill()
