@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from testkit import group, trajectory, turn, wait_until_async
-from turnstream.errors import ConflictError, EndOfRunError
+from turnstream.errors import ConflictError, EndOfRunError, InvalidTurnError
 from turnstream.generator import AsyncPublisher
 from turnstream.store.client import keys
 from turnstream.store.run.evals import eval_results
@@ -108,6 +108,8 @@ async def test_evaluation_continues_while_training_waits_and_ends_with_the_run(c
         with pytest.raises(ConflictError, match="evaluat"):
             async with publisher.trajectory("e", 1, num_samples=2):
                 pass
+        with pytest.raises(InvalidTurnError, match="num_needed: 2 of 4 samples: an evaluation"):
+            publisher.group("some", 4, num_needed=2, purpose="eval")
         await publisher.close_run()
         with pytest.raises(EndOfRunError):
             await (await publisher.publish(evaluation("late"))).result(10)
