@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import signal
-import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Final
+import sys
+from typing import Any, Final
 
 import pytest
 
-from testkit.hosted_processes import HostedProcesses
-from testkit.recipe_runs import RUN_S, RecipeClient, Result, difference
-from turnstream_server.embedded import EmbeddedServer
+from harness.rig import Rig
+from testkit.sdks import BASE
+from turnstream_server.launch.stack import Service
+from turnstream_server.launch.up import API_KEY
+from turnstream_server.models.byte_model import byte_model_spec, write_byte_model
+from turnstream_server.operations.bases import read_bases
+from turnstream_server.operations.checkpoint_paths import CheckpointPath
+from turnstream_server.operations.checkpoints import folder_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(900)]
 
 NUM_ROUNDS: Final = 13
+RUN_S: Final = 480.0
+"""Limit of a run. The SDK repeats a submit for 5 minutes, and then raises."""
 
 KILLS: Final = {
     "engine": [
@@ -32,47 +38,57 @@ KILLS: Final = {
 """Places at which each process of a service kills itself, one after another."""
 
 
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[HostedProcesses]:
-    with (
-        EmbeddedServer() as store,
-        HostedProcesses(tmp_path, store_url=store.url, checkpoint_every=3) as processes,
-    ):
-        yield processes
-
-
-def test_killed_gateway_and_engine_lose_nothing(processes: HostedProcesses) -> None:
-    processes.start_all(**{service: places[0] for service, places in KILLS.items()})
-    with RecipeClient(processes.hosting) as client:
-        client.start("disturbed", num_rounds=NUM_ROUNDS)
-        disturbed, deaths = _restart_until_end(processes, client)
-        assert disturbed is not None
-        assert "error" not in disturbed
-        assert deaths == {service: len(places) for service, places in KILLS.items()}
-        undisturbed = client.run("undisturbed", num_rounds=NUM_ROUNDS)
-
-    assert "error" not in undisturbed
-    assert len(undisturbed["received"]) > 2 * NUM_ROUNDS
-    assert difference(processes.hosting, disturbed, undisturbed) == ""
-
-
-def _restart_until_end(
-    processes: HostedProcesses, client: RecipeClient
-) -> tuple[Result | None, dict[str, int]]:
-    """Restart dead services until the run ends; return its last line, and the deaths by service.
-
-    After the last place a service is not killed any more.
-    """
+def test_killed_gateway_and_engine_lose_nothing(rig: Rig) -> None:
+    write_byte_model(rig.folder / "byte", byte_model_spec(hidden_size=32))
+    rig.start_batcher()
+    _start(rig, "sampler")
+    services = {name: _start(rig, name, places[0]) for name, places in KILLS.items()}
+    rig.wait(lambda: read_bases(rig.client), "a base model")
+    rig.wait(lambda: "listens" in services["gateway"].log_path.read_text(), "the gateway")
+    disturbed = _start_recipe(rig, "disturbed")
     deaths = dict.fromkeys(KILLS, 0)
-    deadline_s = time.monotonic() + RUN_S
-    result = None
-    while result is None and time.monotonic() < deadline_s:
-        result = client.wait(0.05)
-        for service in KILLS:
-            status = processes.status(service)
-            if status is not None:
-                assert status == -signal.SIGKILL, f"{service} ended with status {status}"
-                deaths[service] += 1
-                places = [*KILLS[service], ""]
-                processes.start(service, failpoint=places[deaths[service]])
-    return result, deaths
+
+    def has_ended() -> bool:
+        for name, service in services.items():
+            if service.status is not None:
+                assert service.status == -signal.SIGKILL, service.failure(f"{name} ended otherwise")
+                deaths[name] += 1
+                services[name] = _start(rig, name, [*KILLS[name], ""][deaths[name]])
+        return disturbed.status is not None
+
+    rig.wait(has_ended, "the end of the disturbed run", timeout_s=RUN_S)
+    received, weights = _result(rig, disturbed)
+
+    assert deaths == {name: len(places) for name, places in KILLS.items()}
+    expected, expected_weights = _result(rig, _start_recipe(rig, "undisturbed"))
+    assert len(expected) > 2 * NUM_ROUNDS
+    assert received == expected
+    assert weights == expected_weights
+
+
+def _start(rig: Rig, name: str, failpoint: str = "") -> Service:
+    own = {"base_model": f"{BASE}={rig.folder / 'byte'}", "folder": rig.folder / "models"}
+    options: dict[str, dict[str, Any]] = {
+        "gateway": {"listen": rig.address("gateway")},
+        "engine": {**own, "checkpoint_every": 3, "threads": 1},
+        "sampler": {**own, "threads": 1},
+    }
+    stack = rig.stack(TURNSTREAM_FAILPOINT=failpoint, OMP_NUM_THREADS="1")
+    return rig.keep(stack.start(name, name, **options[name]))
+
+
+def _start_recipe(rig: Rig, name: str) -> Service:
+    address = f"http://{rig.address('gateway')}"
+    stack = rig.stack(TINKER_BASE_URL=address, TINKER_API_KEY=API_KEY, TINKER_TELEMETRY="0")
+    words = ["-P", "-m", "harness.hosted_recipe", BASE, str(NUM_ROUNDS)]
+    return rig.keep(stack.start_program(name, [sys.executable, *words]))
+
+
+def _result(rig: Rig, recipe: Service) -> tuple[list[Any], bytes]:
+    """Return the results that the client has received, and the bytes of the saved weights."""
+    recipe.wait(RUN_S)
+    recipe.check()
+    lines = [each for each in recipe.log_path.read_text().splitlines() if each.startswith("{")]
+    result = json.loads(lines[-1])
+    folder = rig.folder / "models" / folder_of(CheckpointPath.parse(result["path"]))
+    return result["received"], (folder / "adapter_model.safetensors").read_bytes()

@@ -26,37 +26,31 @@ REFUSALS = {
 
 
 class Answer(NamedTuple):
-    """The answer to a damaged request; `code` is the name of its gRPC status."""
+    """The answer to a request; `code` is the name of its gRPC status."""
 
     method: str
-    how: str
     code: str
     details: str
 
-    @property
-    def is_typed(self) -> bool:
-        """Whether the answer tells the caller its error."""
-        return self.code in REFUSALS
 
-
-def call_damaged(
-    channel: grpc.Channel, run: str, rng: random.Random, *, metadata: Metadata
+def send_any(
+    channel: grpc.Channel, run: str, rng: random.Random, *, metadata: Metadata, damages: bool
 ) -> Answer:
-    method, request, is_stream = rng.choice(list(_requests(run)))
+    """Send one of the requests, damaged or as it is."""
+    method, request, is_stream = rng.choice([*_requests(run)])
     data = request.SerializeToString()
-    if rng.random() < 0.7:
-        how, data = "one field", damaged_message(data, rng)
-    else:
-        how, data, _ = damaged(data, rng)
-    return _call(channel, method, data, how=how, is_stream=is_stream, metadata=metadata)
-
-
-def call_with_metadata(
-    channel: grpc.Channel, run: str, rng: random.Random, *, metadata: Metadata
-) -> Answer:
-    method, request, is_stream = rng.choice(list(_requests(run)))
-    data = request.SerializeToString()
-    return _call(channel, method, data, how="metadata", is_stream=is_stream, metadata=metadata)
+    if damages:
+        data = (damaged_message if rng.random() < 0.7 else damaged)(data, rng)
+    make: Callable[..., Any] = channel.unary_stream if is_stream else channel.unary_unary
+    call = make(_SERVICE + method, request_serializer=bytes, response_deserializer=bytes)
+    try:
+        reply = call(data, timeout=_TIMEOUT_S, metadata=metadata)
+        for _ in reply if is_stream else ():
+            pass
+    except grpc.RpcError as error:
+        ended: Any = error
+        return Answer(method, ended.code().name, ended.details() or "")
+    return Answer(method, "OK", "")
 
 
 def _requests(run: str) -> Iterator[tuple[str, Any, bool]]:
@@ -75,24 +69,3 @@ def _requests(run: str) -> Iterator[tuple[str, Any, bool]]:
     yield "Observed", wire.ObservedRequest(run=run, observer="o", step=1), False
     version = wire.AnnounceVersionRequest(run=run, version=1, step=1, session_epoch=1)
     yield "AnnounceVersion", version, False
-
-
-def _call(
-    channel: grpc.Channel,
-    method: str,
-    data: bytes,
-    *,
-    how: str,
-    is_stream: bool,
-    metadata: Metadata,
-) -> Answer:
-    make: Callable[..., Any] = channel.unary_stream if is_stream else channel.unary_unary
-    call = make(_SERVICE + method, request_serializer=bytes, response_deserializer=bytes)
-    try:
-        reply = call(data, timeout=_TIMEOUT_S, metadata=metadata)
-        for _ in reply if is_stream else ():
-            pass
-    except grpc.RpcError as error:
-        ended: Any = error
-        return Answer(method, how, ended.code().name, ended.details() or "")
-    return Answer(method, how, "OK", "")

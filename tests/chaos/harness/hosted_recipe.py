@@ -1,8 +1,7 @@
-"""A program that trains hosted models with the real tinker SDK, and prints its results.
+"""A program that trains a hosted model with the real tinker SDK: base model, number of rounds.
 
-Each line of standard input is a run: `{"base_model", "name", "num_rounds"}`. A run creates a model,
-and ends with a saved state. It prints lines of JSON: `{"started": name}` at its start, then
-`{"received": ..., "path": ..., "seconds": ...}`, or `{"error": [type, text], "seconds": ...}`.
+It creates a model, saves its state at the end, and prints a line of JSON: `received`, what the
+client has received, and `path`, that of the saved state.
 
 All data are drawn from the number of the round, or are samples of the model with a seed. So two
 undisturbed runs receive the same values, bit for bit.
@@ -14,7 +13,6 @@ import hashlib
 import json
 import random
 import sys
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
@@ -31,14 +29,12 @@ _CHUNKED_DATA: Final = 2_050
 
 _SAMPLE_EVERY: Final = 4
 
-Received = list[dict[str, Any]]
-
 
 class Recipe:
     """One run of the recipe, with the results of the client in the order of the calls."""
 
     def __init__(self, model: Any, *, num_rounds: int) -> None:
-        self.received: Received = []
+        self.received: list[dict[str, Any]] = []
         self._model = model
         self._num_rounds = num_rounds
         self._pending: deque[tuple[str, Any]] = deque()
@@ -159,28 +155,12 @@ def _floats(values: Sequence[float]) -> tinker.TensorData:
 
 
 def main() -> None:
-    """Make the runs of standard input, one after another."""
-    for line in sys.stdin:
-        request = json.loads(line)
-        started_s = time.monotonic()
-        _print(started=request["name"])
-        try:
-            service = tinker.ServiceClient()
-            model: Any = service.create_lora_training_client(
-                base_model=request["base_model"], rank=4, seed=1
-            )
-            model = model.result()
-            recipe = Recipe(model, num_rounds=request["num_rounds"])
-            path = recipe.run()
-            found = {"received": recipe.received, "path": path}
-        except Exception as error:  # noqa: BLE001 - the result of a disturbed run
-            kind = f"{type(error).__module__}.{type(error).__qualname__}"
-            found = {"error": [kind, str(error)]}
-        _print(**found, seconds=time.monotonic() - started_s)
-
-
-def _print(**values: Any) -> None:
-    print(json.dumps(values), flush=True)  # noqa: T201 - the result
+    base_model, num_rounds = sys.argv[1:]
+    service: Any = tinker.ServiceClient()
+    model = service.create_lora_training_client(base_model=base_model, rank=4, seed=1).result()
+    recipe = Recipe(model, num_rounds=int(num_rounds))
+    path = recipe.run()
+    print(json.dumps({"received": recipe.received, "path": path}))  # noqa: T201 - the result
 
 
 if __name__ == "__main__":
