@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from harness.episodes import episode
-from harness.machine import asleep
 from harness.proxy import Proxy
 from harness.rig import PATIENCE_S, Rig, config
+from testkit.processes import frozen
 from turnstream.store.client import keys
 from turnstream_server.launch.stack import Service
 
@@ -133,7 +133,7 @@ def test_generator_that_sleeps_through_its_lease_is_fenced(start_rig: StartRig, 
     rig.start_batcher()
     may_wake, may_seal = rig.folder / "wake", rig.folder / "seal"
     zombie = _start_hanging(rig, hang_until=may_wake)
-    with asleep(zombie.pid):
+    with frozen(zombie.pid):
         end = rig.start_helper(hang_in=LOST, hang_until=may_seal)
         rig.wait_for_lines("hanging", 2)
         if wakes == "after the seal":

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from harness.history import History
-from harness.machine import asleep, is_asleep
 from harness.rig import CONFIG, PATIENCE_S, Rig, config, damage_turn
+from testkit.processes import frozen, is_frozen
 from turnstream.batching.config import BatchingConfig, GroupFilter
 from turnstream.batching.merge.plan import Manifest
 from turnstream.records.events import decode_event
@@ -234,12 +234,12 @@ def test_leader_that_sleeps_through_its_lease_is_refused_when_it_wakes(rig: Rig)
     # Fault 14: it sleeps with a checked plan that is not yet written.
     sleeper = rig.start_batcher("sleeper", failpoint="plan.before_write@2=stop")
     rig.start_generator(groups=24)
-    rig.wait(lambda: is_asleep(sleeper.pid), "the leader's sleep")
+    rig.wait(lambda: is_frozen(sleeper.pid), "the leader's sleep")
     rig.start_batcher(lease_s=60.0)
     rig.start_ranks(1, checkpoint_every=2)
     rig.wait_for_lines("committed")
 
-    with asleep(sleeper.pid):  # the end of the block wakes it
+    with frozen(sleeper.pid):  # the end of the block wakes it
         pass
     log = sleeper.log_path
     rig.wait(lambda: "no longer leading" in log.read_text(), "the sleeper's refusal")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,12 +10,9 @@ from typing import Any
 
 import pytest
 
-from harness.machine import Machine, asleep
+from harness.machine import Machine
 from harness.rig import ENDLESS, PATIENCE_S, Rig, config
 from harness.stored import lost_with
-from testkit import ids
-from turnstream.errors import StoreBehindError
-from turnstream.generator import Publisher
 from turnstream_server.embedded import find_binary
 from turnstream_server.launch.stack import Service
 
@@ -25,9 +21,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(600)]
 StartRig = Callable[..., Rig]
 UNHINDERED = config(max_staleness=1000)
 """No generator waits for a trainer."""
-
-ONE_TURN = 80
-"""Bytes that are enough for one turn and not for two."""
 
 
 def kind_of_server(kind: str) -> Path:
@@ -74,48 +67,6 @@ def test_server_killed_under_load_keeps_acknowledged_writes(
     rig.close_run()
     rig.join(generators)
     rig.drain()
-
-
-def test_server_killed_during_a_slow_sync_gets_lost_writes_again(
-    start_rig: StartRig, tmp_path: Path
-) -> None:
-    # Fault 6: during a slow sync, a server answers before it writes. The generators resend what
-    # the kill loses.
-    machine = Machine(tmp_path)
-    rig = start_rig(binary=machine.binary, config=UNHINDERED)
-    batcher = rig.start_batcher()
-    generators = _start_endless_generators(rig)
-    _wait_for_all(rig, generators, "sealed")
-    machine.slow_disk_down(sync_s=5.0)
-    lost: set[str] = set()
-
-    def kill_with_loss() -> bool:
-        with contextlib.suppress(ProcessLookupError), asleep(rig.server.pid):
-            lost.update(_held_back(rig))
-            if lost:
-                rig.server.kill()
-        return bool(lost)
-
-    rig.wait(kill_with_loss, "an acknowledged trajectory that is not in the file")
-    machine.slow_disk_down(sync_s=0.0)
-    rig.server.restart()
-    _wait_for_all(rig, generators, "opened")
-    rig.close_run()
-    rig.join(generators)
-
-    assert batcher.status is None
-    assert [line["restarts"] for line in rig.history().of("done")] == [1, 1]
-    rig.loses_plans = True
-    rig.drain()
-    assert rig.counts() == dict.fromkeys(("accepted", "committed"), rig.count("sealed"))
-
-
-def _held_back(rig: Rig) -> set[str]:
-    """Return the acknowledged trajectories that a server, which sleeps now, has not written."""
-    acknowledged = rig.history().acknowledged
-    (path,) = rig.server.data_dir.glob("appendonlydir/*.incr.aof")
-    written = path.read_bytes()
-    return {name for name in acknowledged if name.encode() not in written}
 
 
 def _start_endless_generators(rig: Rig) -> list[Service]:
@@ -165,33 +116,6 @@ def test_power_cut_under_everysec_costs_running_generators_nothing(
     rig.loses_plans = True
     rig.drain()
     assert rig.counts() == dict.fromkeys(("accepted", "committed"), rig.count("sealed"))
-
-
-def test_power_cut_under_everysec_is_reported_to_a_writer_with_lost_turns(
-    start_rig: StartRig, tmp_path: Path
-) -> None:
-    # Fault 7: a loss of more than is kept is never a hole in a trajectory, and has a name.
-    machine = Machine(tmp_path)
-    rig = start_rig(binary=machine.binary)
-    # It keeps only the newest turn for resending.
-    with Publisher(rig.server.url, rig.run, keep_s=600, max_kept_bytes=ONE_TURN) as publisher:
-        old = publisher.trajectory("old", 0, num_samples=1)
-        old.append(ids("ab"), ids("CD")).result(10)
-        _wait_for_sync(rig, machine)
-        machine.freeze_disk()
-        old.append(ids("abCD"), ids("E")).result(10)
-        new = publisher.trajectory("new", 0, num_samples=1)
-        new.append(ids("ab"), ids("CD")).result(10)
-        assert publisher.statistics().num_forgotten == 2
-        rig.server.kill()
-        assert machine.lose_power(rig.server.data_dir) > 0
-        rig.server.restart()
-
-        with pytest.raises(StoreBehindError, match=r"old/0/0: .* without turn 1, which"):
-            old.append(ids("abCDE"), ids("F")).result(10)
-        new.append(ids("abCD"), ids("F")).result(10)
-
-    assert rig.counts() == {"accepted": 2, "open": 2}
 
 
 def _wait_for_sync(rig: Rig, machine: Machine) -> None:

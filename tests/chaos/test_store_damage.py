@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from harness.machine import asleep
 from harness.rig import CONFIG, PATIENCE_S, Rig
 from testkit import ids
+from testkit.processes import frozen
 from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.run.runs import create_run
@@ -25,7 +25,7 @@ def test_torn_end_of_the_file_is_dropped_and_sent_again(rig: Rig) -> None:
     with Publisher(rig.server.url, rig.run, writer="w", keep_s=60) as publisher:
         trajectory = publisher.trajectory("g", 0, num_samples=1)
         trajectory.append(ids("ab"), ids("CD")).result(10)
-        with asleep(rig.server.pid):
+        with frozen(rig.server.pid):
             receipt = trajectory.append(ids("abCD"), ids("E"))
         receipt.result(10)
         before: Any = rig.client.xrange(turns)

@@ -16,10 +16,10 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from harness.machine import asleep
 from harness.proxy import Proxy
 from harness.rig import CONFIG, ENDLESS, Rig, config
 from harness.stored import lost_with
+from testkit.processes import frozen
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import WaitKind
 from turnstream.store.waits.wait_reasons import reasons
@@ -191,7 +191,7 @@ def _fill(disk: Path) -> None:
 
 @contextlib.contextmanager
 def _stopped(rig: Rig, proxy: Proxy) -> Iterator[None]:
-    with asleep(rig.server.pid):
+    with frozen(rig.server.pid):
         yield
 
 

@@ -119,30 +119,6 @@ def _jump(rig: Rig, machine: Machine, before: tuple[int, int], wrong_by_s: float
     rig.wait(has_jumped, "the jump")
 
 
-def test_leader_that_died_before_the_clock_went_back_has_a_successor(
-    start_rig: Callable[..., Rig], tmp_path: Path
-) -> None:
-    # Fault 24: its lease ends an hour from now, by the clock of that time.
-    machine = Machine(tmp_path)
-    rig = start_rig(binary=machine.binary)
-    before: Any = rig.client.time()
-    _jump(rig, machine, before, HOUR_S)
-    doomed = rig.start_batcher("doomed", failpoint="plan.before_write")
-    rig.start_generator(groups=8)
-    rig.wait(lambda: doomed.status is not None, "the leader's death")
-    leader: Any = rig.client.hgetall(keys.run_keys(rig.run).leader)
-    assert (leader[b"epoch"], rig.planned()) == (b"1", 0)
-
-    _jump(rig, machine, before, 0.0)
-    left_s = int(leader[b"expires_ms"]) / 1000 - before[0]
-    rig.start_batcher()
-
-    rig.wait(lambda: rig.planned() > 0, "a plan by its successor")
-    assert left_s > HOUR_S / 2  # it could not be waited for
-    assert rig.client.hget(keys.run_keys(rig.run).leader, "epoch") == b"2"
-    rig.drain()
-
-
 def test_clocks_of_waiting_processes_may_jump_by_an_hour(rig: Rig, tmp_path: Path) -> None:
     """Takes more than 5 s: leases end while clocks jump."""
     # Fault 24: the clocks of batcher, generator and rank are two hours apart, and then swapped.

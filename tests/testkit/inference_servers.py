@@ -1,9 +1,9 @@
-"""HTTP doubles of inference servers, with the request models of named releases.
+"""HTTP doubles of inference servers, with request models of named releases.
 
-The models are those of vLLM 0.33.0 (`vllm/entrypoints/serve/lora/protocol.py`,
-`vllm/entrypoints/rl/online/api_router.py`, `vllm/entrypoints/serve/dev`) and of SGLang 0.5.23
-(`sglang/srt/managers/io_struct.py`). A field that the release does not have is refused. Requests of
-completions have the fields that forwarded samples need.
+The models have the fields that Turnstream sends, of those in vLLM 0.33.0
+(`vllm/entrypoints/serve/lora/protocol.py`, `vllm/entrypoints/rl/online/api_router.py`,
+`vllm/entrypoints/serve/dev`) and in SGLang 0.5.23 (`sglang/srt/managers/io_struct.py`). Any other
+field is refused.
 """
 
 from __future__ import annotations
@@ -39,23 +39,13 @@ class PauseQuery(Strict):
     """vLLM: POST /pause."""
 
     mode: Literal["abort", "wait", "keep"] = "abort"
-    clear_cache: bool = True
 
 
 class CollectiveRpc(Strict):
     """vLLM: POST /collective_rpc."""
 
     method: str
-    args: list[str] = []
     kwargs: dict[str, str] = {}
-    timeout: float | None = None
-
-
-class ResetPrefixCacheQuery(Strict):
-    """vLLM: POST /reset_prefix_cache."""
-
-    reset_running_requests: bool = False
-    reset_external: bool = False
 
 
 class UpdateWeightVersion(Strict):
@@ -64,59 +54,32 @@ class UpdateWeightVersion(Strict):
     new_version: str
 
 
-class LoadLoRAAdapterRequest(Strict):
+class UnloadAdapter(Strict):
+    """Both servers: POST /unload_lora_adapter, for vLLM below /v1."""
+
+    lora_name: str
+
+
+class SglangLoadAdapter(UnloadAdapter):
+    """SGLang: POST /load_lora_adapter."""
+
+    lora_path: str
+
+
+class VllmLoadAdapter(SglangLoadAdapter):
     """vLLM: POST /v1/load_lora_adapter."""
 
-    lora_name: str
-    lora_path: str
     load_inplace: bool = False
-    is_3d_lora_weight: bool = False
 
 
-class UnloadLoRAAdapterRequest(Strict):
-    """vLLM: POST /v1/unload_lora_adapter."""
-
-    lora_name: str
-    lora_int_id: int | None = None
-
-
-class BaseReq(Strict):
-    """SGLang: the fields of every request."""
-
-    rid: str | None = None
-    http_worker_ipc: str | None = None
-
-
-class UpdateWeightFromDiskReqInput(BaseReq):
+class UpdateWeightFromDiskReqInput(Strict):
     """SGLang: POST /update_weights_from_disk."""
 
     model_path: str
     load_format: str | None = None
     abort_all_requests: bool = False
     weight_version: str | None = None
-    is_async: bool = False
-    torch_empty_cache: bool = False
-    keep_pause: bool = False
-    recapture_cuda_graph: bool = False
-    token_step: int = 0
     flush_cache: bool = True
-    manifest: dict[str, Any] | None = None
-
-
-class LoadLoRAAdapterReqInput(BaseReq):
-    """SGLang: POST /load_lora_adapter."""
-
-    lora_name: str
-    lora_path: str
-    pinned: bool = False
-    lora_id: str | None = None
-
-
-class UnloadLoRAAdapterReqInput(BaseReq):
-    """SGLang: POST /unload_lora_adapter."""
-
-    lora_name: str
-    lora_id: str | None = None
 
 
 class CompletionRequest(Strict):
@@ -268,10 +231,10 @@ class VllmDouble(Double):
             "/pause": (PauseQuery, self._pause),
             "/resume": (Strict, self._resume),
             "/collective_rpc": (CollectiveRpc, self._collective_rpc),
-            "/reset_prefix_cache": (ResetPrefixCacheQuery, self._reset),
+            "/reset_prefix_cache": (Strict, self._reset),
             "/update_weight_version": (UpdateWeightVersion, self._update_version),
-            "/v1/load_lora_adapter": (LoadLoRAAdapterRequest, self._load),
-            "/v1/unload_lora_adapter": (UnloadLoRAAdapterRequest, self._unload),
+            "/v1/load_lora_adapter": (VllmLoadAdapter, self._load),
+            "/v1/unload_lora_adapter": (UnloadAdapter, self._unload),
         }
 
     def _pause(self, _: PauseQuery) -> Response:
@@ -291,21 +254,21 @@ class VllmDouble(Double):
         self.weights = folder
         return JSONResponse({"results": [None]})
 
-    def _reset(self, _: ResetPrefixCacheQuery) -> Response:
+    def _reset(self, _: Strict) -> Response:
         return JSONResponse({"success": self.is_paused})
 
     def _update_version(self, asked: UpdateWeightVersion) -> Response:
         self.weight_version = asked.new_version
         return JSONResponse({"success": True, "new_version": asked.new_version})
 
-    def _load(self, asked: LoadLoRAAdapterRequest) -> Response:
+    def _load(self, asked: VllmLoadAdapter) -> Response:
         if asked.lora_name in self.adapters and not asked.load_inplace:
             message = f"The lora adapter '{asked.lora_name}' has already been loaded."
             return JSONResponse({"error": {"message": message, "code": 400}}, status_code=400)
         self.adapters[asked.lora_name] = asked.lora_path
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
-    def _unload(self, asked: UnloadLoRAAdapterRequest) -> Response:
+    def _unload(self, asked: UnloadAdapter) -> Response:
         if self.adapters.pop(asked.lora_name, None) is None:
             message = f"The lora adapter '{asked.lora_name}' cannot be found."
             return JSONResponse({"error": {"message": message, "code": 404}}, status_code=404)
@@ -319,8 +282,8 @@ class SglangDouble(Double):
         return {
             "/v1/completions": (SglangCompletionRequest, self._complete),
             "/update_weights_from_disk": (UpdateWeightFromDiskReqInput, self._update),
-            "/load_lora_adapter": (LoadLoRAAdapterReqInput, self._load),
-            "/unload_lora_adapter": (UnloadLoRAAdapterReqInput, self._unload),
+            "/load_lora_adapter": (SglangLoadAdapter, self._load),
+            "/unload_lora_adapter": (UnloadAdapter, self._unload),
         }
 
     def _update(self, asked: UpdateWeightFromDiskReqInput) -> Response:
@@ -333,13 +296,13 @@ class SglangDouble(Double):
         content = {"success": is_read, "message": message, "num_paused_requests": 0}
         return JSONResponse(content, status_code=200 if is_read else 400)
 
-    def _load(self, asked: LoadLoRAAdapterReqInput) -> Response:
+    def _load(self, asked: SglangLoadAdapter) -> Response:
         if asked.lora_name in self.adapters:
             return self._refuse(f"Failed to load LoRA adapter {asked.lora_name}: already loaded")
         self.adapters[asked.lora_name] = asked.lora_path
         return JSONResponse({"success": True, "loaded_adapters": self.adapters})
 
-    def _unload(self, asked: UnloadLoRAAdapterReqInput) -> Response:
+    def _unload(self, asked: UnloadAdapter) -> Response:
         if self.adapters.pop(asked.lora_name, None) is None:
             return self._refuse(f"LoRA with name {asked.lora_name} does not exist.")
         return JSONResponse({"success": True, "loaded_adapters": self.adapters})

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
+
 from testkit.forked import popen
 from testkit.waiting import wait_until
 
@@ -26,9 +28,14 @@ def frozen(pid: int) -> Iterator[None]:
     """Stop a process inside the block."""
     os.kill(pid, signal.SIGSTOP)
     try:
+        wait_until(lambda: is_frozen(pid), 180.0, describe=f"the stop of {pid}")
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+def is_frozen(pid: int) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
 
 
 @contextlib.contextmanager

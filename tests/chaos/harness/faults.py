@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.machine import Machine, asleep
+from harness.machine import Machine
 from harness.proxy import Proxy
 from harness.rig import ENDLESS, LEASE_S, Rig
+from testkit.processes import frozen
 from turnstream_server.embedded import Durability
 from turnstream_server.launch.stack import Service
 
@@ -135,7 +136,7 @@ def _one_of(stack: Stack, services: Iterable[Service]) -> Service:
 
 
 def _sleep(stack: Stack, services: Iterable[Service], seconds: float) -> None:
-    with asleep(_one_of(stack, services).pid):
+    with frozen(_one_of(stack, services).pid):
         time.sleep(seconds)
 
 
@@ -192,7 +193,7 @@ def cut_the_stores_power(stack: Stack) -> None:
 
 
 def put_the_store_to_sleep(stack: Stack) -> None:
-    with asleep(stack.rig.server.pid):
+    with frozen(stack.rig.server.pid):
         time.sleep(stack.rng.uniform(0.5, 2 * LEASE_S))
 
 

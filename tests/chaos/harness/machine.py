@@ -1,21 +1,16 @@
-"""Processes that sleep, clocks that jump, and disks that are slow or lose their power."""
+"""Clocks that jump, and disks that lose their power."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from testkit import wait_until
 from turnstream_server.embedded import find_binary
 
-_SLEEP_S = 180.0
 _SOURCE = Path(__file__).with_name("shim.c")
 
 
@@ -44,7 +39,9 @@ class Machine:
 
     def set_clock(self, *, wrong_by_s: float, of: str = "store") -> None:
         """The wall clock jumps, to so many seconds from the truth."""
-        _write_us(self._clock(of), wrong_by_s)
+        draft = self._clock(of).with_suffix(".draft")
+        draft.write_text(str(round(wrong_by_s * 1e6)))
+        draft.replace(self._clock(of))  # a reader never gets half of the number
 
     def has_seen_clock(self, of: str) -> bool:
         """Whether a process has looked at this clock since it jumped."""
@@ -54,10 +51,6 @@ class Machine:
 
     def _clock(self, of: str) -> Path:
         return self._folder / f"clock-{of}"
-
-    def slow_disk_down(self, *, sync_s: float) -> None:
-        """From now on every sync takes so much longer."""
-        _write_us(self._synced / "slow", sync_s)
 
     def freeze_disk(self) -> None:
         """From now on the disk says that it has written, and has not."""
@@ -92,26 +85,5 @@ def _build_shim(folder: Path) -> Path:
     return shim
 
 
-def _write_us(path: Path, seconds: float) -> None:
-    draft = path.with_suffix(".draft")
-    draft.write_text(str(round(seconds * 1e6)))
-    draft.replace(path)  # a reader never gets half of the number
-
-
 def _append_only_files(data_dir: Path) -> list[Path]:
     return list(data_dir.glob("appendonlydir/*.incr.aof"))
-
-
-@contextlib.contextmanager
-def asleep(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        wait_until(lambda: is_asleep(pid), timeout_s=_SLEEP_S, describe=f"the sleep of {pid}")
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-def is_asleep(pid: int) -> bool:
-    text = Path(f"/proc/{pid}/stat").read_text()
-    return text.rpartition(")")[2].split()[0] == "T"

@@ -1,11 +1,10 @@
 /* Stands between a process and its machine, by LD_PRELOAD: time that jumps, and a disk that
- * is slow or loses its power.
+ * loses its power.
  *
  *   TS_CLOCK   file with the microseconds, as text, that the wall clock is wrong by; read again at
  *              every look at the clock; `<file>.seen` receives the number that was seen last
  *   TS_SYNCED  folder in which every sync notes how many bytes of a file (by inode) are on disk; a
- *              file `frozen` in it stands for a disk that only pretends from then on, a file
- *              `slow` contains the microseconds, as text, that each sync takes longer
+ *              file `frozen` in it stands for a disk that only pretends from then on
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -78,8 +77,6 @@ static int noting(int file, int (*sync)(int)) {
   char path[4096], text[32];
   snprintf(path, sizeof path, "%s/frozen", folder);
   if (access(path, F_OK) == 0) return 0;
-  snprintf(path, sizeof path, "%s/slow", folder);
-  usleep(number_in(path));
   int result = sync(file);
   if (result != 0) return result;
   snprintf(path, sizeof path, "%s/%llu", folder, (unsigned long long)about.st_ino);

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from testkit.gateway_thread import GatewayThread
-from testkit.gateways import idle_gateway, tinker_paths
+from testkit.gateways import tinker_paths, unused_gateway
 from turnstream_server.gateway.rest.app import PREFIX, make_rest_app
 
 pytestmark = pytest.mark.redis
@@ -20,7 +20,7 @@ _FOREIGN: Final = "http://pages.example"
 
 def _routes() -> list[tuple[str, str]]:
     """Return method and path of every route, and of paths without a route."""
-    rest = make_rest_app(idle_gateway()).openapi()["paths"]
+    rest = make_rest_app(unused_gateway()).openapi()["paths"]
     found = [(method, path) for path, methods in tinker_paths().items() for method in methods]
     found += [(method, PREFIX + path) for path, methods in rest.items() for method in methods]
     others = [("get", f"{PREFIX}/openapi.json"), ("post", "/none"), ("options", f"{PREFIX}/runs")]

@@ -17,6 +17,7 @@ import pytest
 import redis
 
 from testkit.gateway_process import Cost, GatewayProcess, measured
+from testkit.gateways import routes_of, unused_gateway
 from testkit.ingest import ARROW
 from testkit.large_runs import MAX_RUNS, PLANNED, LargeRun, add_runs, longest_seal
 from testkit.largest_requests import (
@@ -41,7 +42,6 @@ from testkit.largest_requests import (
     trajectories,
     turns,
 )
-from testkit.rest_routes import routes_of, unused_gateway
 from testkit.worst_calls.store import cpu_ms
 from turnstream.store.client.connection import connect
 from turnstream_server.embedded import EmbeddedServer

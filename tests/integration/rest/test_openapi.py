@@ -27,7 +27,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from testkit.gateway_thread import GatewayThread
-from testkit.rest_routes import unused_gateway
+from testkit.gateways import unused_gateway
 from turnstream_server.batcher.assembly.assembler import read_share
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway.rest.app import PREFIX, make_rest_app

@@ -15,7 +15,7 @@ import redis
 
 from testkit import wait_until
 from testkit.gateway_thread import GatewayThread
-from testkit.rest_routes import routes_of, unused_gateway
+from testkit.gateways import routes_of, unused_gateway
 from turnstream.generator.transport.messages import MEDIA_TYPE as CALLS
 from turnstream.store.client.connection import connect
 from turnstream.wire.v1 import calls_pb2 as wire

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from dataclasses import fields
+from typing import Any, Final, get_args, get_type_hints
 
 from hypothesis import strategies as st
 
@@ -24,22 +25,7 @@ from testkit.strategies.values import (
 )
 from turnstream.batching.config import BatchingConfig, GroupFilter
 from turnstream.batching.config.rules import LEAST_GROUP_BYTES
-from turnstream.batching.config.values import (
-    MAX_TURN_WEIGHT,
-    Aggregation,
-    DeadlinePolicy,
-    ErrorTrajectories,
-    Estimator,
-    MaskedReward,
-    MaxAgePolicy,
-    NormalizeAdvantages,
-    RefillFallback,
-    RewardSource,
-    RowWeights,
-    Selection,
-    SingletonAdvantage,
-    Surplus,
-)
+from turnstream.batching.config.values import MAX_TURN_WEIGHT
 from turnstream.batching.merge.plan import (
     GroupPlan,
     Manifest,
@@ -47,31 +33,15 @@ from turnstream.batching.merge.plan import (
     SequenceShape,
     TrajectoryPlan,
 )
-from turnstream.batching.packing.balance import Method as BalanceMethod
-from turnstream.batching.packing.bins import Method as PackingMethod
-from turnstream.batching.packing.microbatch import CostModel, PassOrder
 from turnstream.types import (
     NO_PARENT,
-    BatchDue,
-    ConfigRevised,
-    DeadlineFired,
     Denominators,
     Event,
     GroupOpened,
-    PlansWithdrawn,
     Purpose,
-    RefillGranted,
-    RewardPosted,
-    RolledBack,
-    RunClosed,
-    RunFinished,
-    RunReopened,
     SealedTrajectory,
     Status,
-    TrajectoryAbandoned,
-    TrajectoryDied,
     TurnShape,
-    VersionAnnounced,
     VersionRun,
 )
 
@@ -145,45 +115,35 @@ def _split(draw: st.DrawFn, num_tokens: int) -> Iterator[VersionRun]:
             yield VersionRun(version, count)
 
 
+_text = st.text(max_size=8)
+_FIELDS: Final[dict[str, st.SearchStrategy[Any]]] = {
+    "awaited": st.none() | keys,
+    "dead": st.lists(keys, max_size=3).map(tuple),
+    "group_id": names,
+    "key": keys,
+    "leftover": st.sampled_from(["short", "carry", "drop"]),
+    "lineage": names,
+    "num_refills": st.integers(0, 9),
+    "number": st.integers(1, 9),
+    "reason": _text,
+    "revision": st.integers(2, 99),
+    "reward": st.none() | rewards_of_trajectories,
+    "reward_components": numbers_by_name,
+    "step": st.integers(1, 2**40),
+    "version": versions,
+    "weights_uri": _text,
+}
+"""Values of the fields of events, by the name of the field."""
+
+
 def events() -> st.SearchStrategy[Event]:
-    text = st.text(max_size=8)
-    return st.one_of(
-        openings(),
-        sealed_trajectories(),
-        st.builds(TrajectoryAbandoned, key=keys, reason=text),
-        st.builds(TrajectoryDied, key=keys, reason=text),
-        st.builds(
-            VersionAnnounced,
-            version=versions,
-            step=st.integers(0, 2**40),
-            lineage=names,
-            weights_uri=text,
-        ),
-        st.builds(RunClosed, reason=text, leftover=st.sampled_from(["short", "carry", "drop"])),
-        st.builds(RunReopened),
-        st.builds(RolledBack, step=st.integers(0, 2**40)),
-        st.builds(RunFinished, step=st.integers(0, 2**40)),
-        st.builds(
-            PlansWithdrawn,
-            step=st.integers(1, 2**40),
-            dead=st.lists(keys, max_size=3).map(tuple),
-        ),
-        st.builds(
-            DeadlineFired,
-            group_id=names,
-            awaited=st.none() | keys,
-            num_refills=st.integers(0, 9),
-        ),
-        st.builds(RefillGranted, key=keys, number=st.integers(1, 9)),
-        st.builds(
-            RewardPosted,
-            key=keys,
-            reward=st.none() | rewards_of_trajectories,
-            reward_components=numbers_by_name,
-        ),
-        st.builds(BatchDue, step=st.integers(1, 2**40)),
-        st.builds(ConfigRevised, revision=st.integers(2, 99), step=st.integers(1, 2**40)),
-    )
+    """Any event; those without a strategy of their own have any values of their fields."""
+    own: dict[Any, Any] = {GroupOpened: openings(), SealedTrajectory: sealed_trajectories()}
+    found: list[st.SearchStrategy[Any]] = [
+        own.get(each) or st.builds(each, **{f.name: _FIELDS[f.name] for f in fields(each)})
+        for each in get_args(Event)
+    ]
+    return st.one_of(found)
 
 
 @st.composite
@@ -201,22 +161,25 @@ def group_filters(draw: st.DrawFn) -> GroupFilter:
     return GroupFilter(kind="mean_range", low=bounds[0], high=bounds[1], **numbers)
 
 
+_SETTINGS: Final = get_type_hints(BatchingConfig)
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> BatchingConfig:
     """Any configuration that can work."""
+
+    def any_of(setting: str) -> Any:
+        return draw(st.sampled_from(get_args(_SETTINGS[setting])))
+
     mini_batch_groups = draw(st.integers(1, 8))
-    aggregation = draw(st.sampled_from(get_args(Aggregation)))
-    estimator = draw(st.sampled_from(get_args(Estimator)))
-    sources: Sequence[RewardSource]
-    sources = ["outcome"] if estimator == "reinforce_pp" else get_args(RewardSource)
+    aggregation, estimator = any_of("aggregation"), any_of("estimator")
     weights = st.dictionaries(names, st.floats(-9, 9), min_size=2, max_size=3).filter(
         lambda drawn: any(drawn.values())
     )
     max_staleness = draw(st.integers(0, 4))
     merge = estimator == "gae" or draw(st.booleans())
     limit = draw(st.integers(0, 100_000))
-    cost = draw(st.sampled_from(get_args(CostModel)))
-    is_packed = limit and cost != "padded"
+    cost = any_of("micro_batch_cost")
     overlong_length = draw(st.integers(0, 9))
     takes_penalty = estimator not in ("gdpo", "maxrl")
     overlong_buffer = draw(st.integers(0, overlong_length)) if takes_penalty else 0
@@ -224,26 +187,26 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
     length_reward_weight = draw(st.floats(0, 9)) if takes_length else 0.0
     is_free = estimator not in ("gdpo", "reinforce_pp", "reinforce_pp_baseline", "gae")
     mask_truncated = bool(overlong_length and not overlong_buffer) or draw(st.booleans())
-    error_trajectories = draw(st.sampled_from(get_args(ErrorTrajectories)))
+    error_trajectories = any_of("error_trajectories")
     has_masked = mask_truncated or error_trajectories == "mask"
-    weights_of_rows: list[RowWeights] = ["per_row"]
+    weights_of_rows: list[Any] = ["per_row"]
     if aggregation.startswith("seq_mean") or aggregation == "constant":
         weights_of_rows.append("per_trajectory")
     if aggregation == "seq_mean_token_mean":
         weights_of_rows.append("rollout_mean")
     batch_groups = mini_batch_groups * draw(st.integers(1, 8))
+    packs = limit and cost != "padded"
+    free = ("singleton_advantage", "selection", "balance_method", "pass_order")
     return BatchingConfig(
+        **{name: any_of(name) for name in (*free, "refill_fallback", "surplus")},
         batch_groups=batch_groups,
         mini_batch_groups=mini_batch_groups,
         estimator=estimator,
-        reward_source=draw(st.sampled_from(sources)),
+        reward_source="outcome" if estimator == "reinforce_pp" else any_of("reward_source"),
         component_weights=tuple(draw(weights).items()) if estimator == "gdpo" else (),
-        singleton_advantage=draw(st.sampled_from(get_args(SingletonAdvantage))),
         pass_k=draw(st.integers(2, 1024)) if estimator == "pass_at_k" else 1,
         baseline_weight=draw(st.just("") | names) if estimator == "opo" else "",
-        normalize_advantages=draw(st.sampled_from(get_args(NormalizeAdvantages)))
-        if is_free
-        else "none",
+        normalize_advantages=any_of("normalize_advantages") if is_free else "none",
         turn_weight=draw(st.floats(0, MAX_TURN_WEIGHT)) if estimator == "gigpo" else 1.0,
         turn_discount=draw(st.floats(0, 1)) if estimator == "gigpo" else 1.0,
         divide_by_std=draw(st.booleans()) if estimator == "gigpo" else True,
@@ -257,12 +220,11 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         correct_reward=draw(st.floats(-9, 9)) if length_reward_weight else 1.0,
         mask_truncated=mask_truncated,
         error_trajectories=error_trajectories,
-        masked_reward=draw(st.sampled_from(get_args(MaskedReward))) if has_masked else "keep",
+        masked_reward=any_of("masked_reward") if has_masked else "keep",
         group_filters=tuple(draw(st.lists(group_filters(), max_size=2, unique=True))),
         max_staleness=max_staleness,
         max_open_groups=draw(st.sampled_from([0, 64, 1000])),
-        max_age_policy=draw(st.sampled_from(get_args(MaxAgePolicy))) if max_staleness else "keep",
-        selection=draw(st.sampled_from(get_args(Selection))),
+        max_age_policy=any_of("max_age_policy") if max_staleness else "keep",
         max_planned_ahead=draw(st.integers(0, max_staleness)),
         pad_token_id=draw(st.integers(0, 200_000)),
         max_tokens_per_micro_batch=limit,
@@ -270,21 +232,16 @@ def configs(draw: st.DrawFn) -> BatchingConfig:
         cost_per_token=draw(st.floats(0, 9)) if cost == "quadratic" else 1.0,
         cost_per_squared_token=draw(st.floats(0, 1)) if cost == "quadratic" else 0.0,
         over_long="refuse" if limit > 100 and draw(st.booleans()) else "alone",
-        packing_method=draw(st.sampled_from(get_args(PackingMethod)))
-        if is_packed
-        else "best_fit_decreasing",
-        balance_method=draw(st.sampled_from(get_args(BalanceMethod))),
-        pass_order=draw(st.sampled_from(get_args(PassOrder))),
+        packing_method=any_of("packing_method") if packs else "best_fit_decreasing",
         alignment=draw(st.integers(1, 4)),
         passes_multiple_of=draw(st.integers(1, 4)),
         rows_multiple_of=draw(st.integers(1, 4)),
         extra_columns=draw(declared_columns(merge=merge)),
-        **_times_and_bounds(draw, batch_groups),
+        **_times_and_bounds(draw, batch_groups, any_of("deadline_policy")),
     )
 
 
-def _times_and_bounds(draw: st.DrawFn, batch_groups: int) -> dict[str, Any]:
-    policy = draw(st.sampled_from(get_args(DeadlinePolicy)))
+def _times_and_bounds(draw: st.DrawFn, batch_groups: int, policy: str) -> dict[str, Any]:
     return {
         "lease_s": draw(st.floats(0.3, 3600)),
         "takeover_s": draw(st.floats(0, 3600)),
@@ -292,8 +249,6 @@ def _times_and_bounds(draw: st.DrawFn, batch_groups: int) -> dict[str, Any]:
         "reward_deadline_s": draw(st.just(0.0) | st.floats(0.001, 1e6)),
         "deadline_policy": policy,
         "max_refills": draw(st.integers(1, 9)) if policy == "refill" else 0,
-        "refill_fallback": draw(st.sampled_from(get_args(RefillFallback))),
-        "surplus": draw(st.sampled_from(get_args(Surplus))),
         "retain_checkpoints": draw(st.integers(1, 9)),
         "max_dead_bytes": draw(st.integers(0, 2**40)),
         "max_bytes": draw(st.just(0) | st.integers(batch_groups * LEAST_GROUP_BYTES, 2**40)),
