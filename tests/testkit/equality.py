@@ -6,7 +6,7 @@ The reference scores each row alone, without padding, and has formulas of its ow
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -18,11 +18,10 @@ from transformers import PreTrainedModel
 
 import testkit
 from testkit.ranks import place_model
-from testkit.shares import budgeted_passes, rank_share
+from testkit.shares import budgeted_passes, rank_share, weighted
 from testkit.training import pulled
 from turnstream.batching.config.values import Aggregation, RowWeights
 from turnstream.batching.packing.microbatch import Budget
-from turnstream.batching.scoring.filters import row_weights
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.types import MiniBatch, Rows
 from turnstream.worker import PulledMiniBatch
@@ -207,16 +206,6 @@ _WEIGHTS: dict[Aggregation, RowWeights] = {
 }
 
 
-def _weights(case: Case, rows: Sequence[tuple[int, str]], trained: Sequence[int]) -> list[float]:
-    """Return the weights of rows, as a run with this aggregation may have them."""
-    kind = _WEIGHTS.get(case.aggregation, "per_row")
-    weights: list[float] = []
-    for owner in dict.fromkeys(owner for owner, _ in rows):
-        counts = [n for n, (o, _) in zip(trained, rows, strict=True) if o == owner]
-        weights += row_weights(kind, counts)
-    return weights
-
-
 def _rows(case: Case) -> Rows:
     texts = _row_texts(case)
     owners = [TRAJECTORIES[owner] for owner, _ in texts]
@@ -231,12 +220,12 @@ def _rows(case: Case) -> Rows:
     by_name = {
         name: sum(n for n, own in zip(trained, names, strict=True) if own == name) for name in names
     }
-    return replace(
+    named = replace(
         built,
         trajectory_id=names,
         trajectory_num_tokens=np.array([by_name[name] for name in names], np.int64),
-        weight=np.array(_weights(case, texts, trained), np.float32),
     )
+    return weighted(named, _WEIGHTS.get(case.aggregation, "per_row"))
 
 
 def share(case: Case, ranks: Ranks) -> PulledMiniBatch:

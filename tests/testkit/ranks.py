@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from turnstream.errors import InvalidConfigError
 from turnstream.types import RecoveryToken, Rows
 from turnstream.worker import PulledMiniBatch
 from turnstream.worker.launch import Launch
+from turnstream_server.embedded import free_port
 from turnstream_server.models.adapters import Adapters
 from turnstream_server.models.logprobs import head_is_linear
 from turnstream_server.models.policy import recompute_layers
@@ -133,7 +133,7 @@ def run_ranks(
     device: str = "cpu",
 ) -> dict[int, list[_Result]]:
     """Return what `job` returns on all ranks, by world size. The same processes serve all sizes."""
-    ports = {size: _free_port() for size in world_sizes}
+    ports = {size: free_port() for size in world_sizes}
     processes = [
         FORKING.Process(target=_run, args=(rank, ports, folder, job, device))
         for rank in range(max(world_sizes))
@@ -165,12 +165,6 @@ def _run(
 
 def _file(folder: Path, size: int, rank: int) -> Path:
     return folder / f"{size}-{rank}.pt"
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _rows(num_rows: int, *, advantage: float = 1.0) -> Rows:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import redis
@@ -75,12 +75,6 @@ class ModelFolders:
         return np.concatenate(([np.nan], own))
 
 
-class Sampled(NamedTuple):
-    """A submitted sample."""
-
-    request_id: RequestId
-
-
 class SamplingClient:
     """Sampling sessions of a base model of its own name."""
 
@@ -92,14 +86,14 @@ class SamplingClient:
 
     def submit(
         self, *calls: tuple[str | None, list[int], SamplingParams], repeat: int = 1
-    ) -> list[Sampled]:
+    ) -> list[RequestId]:
         """Queue samples of snapshots, with these prompts and parameters."""
         return asyncio.run(self._submit(calls, repeat))
 
     async def _submit(
         self, calls: Sequence[tuple[str | None, list[int], SamplingParams]], repeat: int
-    ) -> list[Sampled]:
-        sampled: list[Sampled] = []
+    ) -> list[RequestId]:
+        sampled: list[RequestId] = []
         async with connect_async(self._url) as client:
             for folder, prompt, params in calls:
                 number = next(self._count)
@@ -109,34 +103,33 @@ class SamplingClient:
                 for _ in range(repeat):
                     prompt_ids = np.array(prompt, np.int32)
                     await submit_sample(client, record, number, prompt_ids, params)
-                sampled.append(Sampled(RequestId(name, number)))
+                sampled.append(RequestId(name, number))
         return sampled
 
-    def cancel(self, sampled: Sampled) -> None:
+    def cancel(self, sampled: RequestId) -> None:
         """Cancel a sample, as a gateway does."""
 
         async def call() -> None:
             async with connect_async(self._url) as client:
-                await cancel_sample(client, sampled.request_id)
+                await cancel_sample(client, sampled)
 
         asyncio.run(call())
 
-    def stored(self, sampled: Sampled) -> Result | None:
+    def stored(self, sampled: RequestId) -> Result | None:
         """Return the stored result of a sample, if there is one."""
-        request_id = sampled.request_id
-        key = sampler_keys(request_id.target).results
-        stored: Any = self._client.hget(key, str(request_id.number))
+        key = sampler_keys(sampled.target).results
+        stored: Any = self._client.hget(key, str(sampled.number))
         return None if stored is None else decode_result(stored)
 
-    def result(self, sampled: Sampled) -> SampleResult:
+    def result(self, sampled: RequestId) -> SampleResult:
         """Wait for the result of a sample."""
-        found = wait_until(lambda: self.stored(sampled), describe=f"{sampled.request_id}")
+        found = wait_until(lambda: self.stored(sampled), describe=f"{sampled}")
         assert isinstance(found, SampleResult), found
         return found
 
-    def failure(self, sampled: Sampled) -> Failure:
+    def failure(self, sampled: RequestId) -> Failure:
         """Wait for the failure of a sample."""
-        found = wait_until(lambda: self.stored(sampled), describe=f"{sampled.request_id}")
+        found = wait_until(lambda: self.stored(sampled), describe=f"{sampled}")
         assert isinstance(found, Failure), found
         return found
 

@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from testkit import wait_until
-from testkit.sampling import ModelFolders, Sampled, SamplingClient
+from testkit.sampling import ModelFolders, SamplingClient
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.models.byte_model import byte_tokenizer
 from turnstream_server.models.sampling_params import (
@@ -102,8 +102,8 @@ def test_refused_samples_fail_alone_and_name_the_field(
         "the checkpoint saved/none is gone": ("saved/none", PROMPT, good),
     }
     wrong = sessions.submit(*refused.values())
-    unread = Sampled(wrong[0].request_id._replace(number=99))
-    entry = {"r": str(unread.request_id), "b": b"\2\0\0\0{}"}
+    unread = wrong[0]._replace(number=99)
+    entry = {"r": str(unread), "b": b"\2\0\0\0{}"}
     client.xadd(samples_key(sessions.base_model), entry)  # pyright: ignore[reportArgumentType]
     right = sessions.submit((None, PROMPT, good), ("one", PROMPT, good))
 
@@ -245,7 +245,7 @@ def test_unwanted_samples_leave_the_engine_and_are_not_sampled_after_a_restart(
     engine, again = Held(), Held()
 
     def end(name: str) -> None:
-        request_id = sampled[name].request_id
+        request_id = sampled[name]
         if name == "cancelled":
             sessions.cancel(sampled[name])
         elif name == "finished":

@@ -140,7 +140,9 @@ def events() -> st.SearchStrategy[Event]:
     """Any event; those without a strategy of their own have any values of their fields."""
     own: dict[Any, Any] = {GroupOpened: openings(), SealedTrajectory: sealed_trajectories()}
     found: list[st.SearchStrategy[Any]] = [
-        own.get(each) or st.builds(each, **{f.name: _FIELDS[f.name] for f in fields(each)})
+        own[each]
+        if each in own
+        else st.builds(each, **{f.name: _FIELDS[f.name] for f in fields(each)})
         for each in get_args(Event)
     ]
     return st.one_of(found)
