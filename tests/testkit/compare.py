@@ -25,7 +25,8 @@ def assert_same(actual: object, expected: object) -> None:
 def _places(path: str, value: Any) -> Iterator[tuple[str, object]]:
     """Yield each place in a value, and what is there."""
     if isinstance(value, np.ndarray):
-        yield path, f"{value.dtype}{list(value.shape)} {value.tolist()}"
+        numbers = value + 0.0 if value.dtype.kind == "f" else value  # without the sign of zeros
+        yield path, f"{value.dtype}{list(value.shape)} {numbers.tolist()}"
     elif is_dataclass(value):
         yield path, type(value).__name__
         for field in fields(value):

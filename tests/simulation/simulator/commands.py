@@ -68,6 +68,17 @@ def _change(kind: type[Any], change: Callable[[Any, Words], Any]) -> Command:
     return carry_out
 
 
+def _adds(kind: type[Any], add: Callable[[Any, Words], object]) -> Command:
+    """Return a command that adds members; it replies how many of them are new."""
+
+    def change(value: Any, words: Words) -> int:
+        num_before = len(value)
+        add(value, words)
+        return len(value) - num_before
+
+    return _change(kind, change)
+
+
 def _time(store: Store, words: Words) -> Any:
     microseconds = int(store.now_ms * 1000)
     return [b"%d" % (microseconds // 1_000_000), b"%d" % (microseconds % 1_000_000)]
@@ -116,18 +127,6 @@ def _config(store: Store, words: Words) -> Any:
 _Fields = dict[bytes, bytes]
 
 
-def _hset(fields: _Fields, words: Words) -> int:
-    num_before = len(fields)
-    fields.update(zip(words[2::2], words[3::2], strict=True))
-    return len(fields) - num_before
-
-
-def _hsetnx(fields: _Fields, words: Words) -> int:
-    num_before = len(fields)
-    fields.setdefault(words[2], words[3])
-    return len(fields) - num_before
-
-
 def _hincrby(fields: _Fields, words: Words) -> int:
     number = integer(fields.get(words[2], b"0")) + integer(words[3])
     fields[words[2]] = b"%d" % number
@@ -153,12 +152,6 @@ def _hscan(fields: _Fields, words: Words) -> Any:
 
 def _flat(pairs: Any) -> list[bytes]:
     return [word for pair in pairs for word in pair]
-
-
-def _sadd(members: set[bytes], words: Words) -> int:
-    num_before = len(members)
-    members.update(words[2:])
-    return len(members) - num_before
 
 
 def _zadd(zset: ZSet, words: Words) -> int:
@@ -340,13 +333,13 @@ COMMANDS: dict[bytes, Command] = {
     b"HLEN": _read(dict, lambda fields, words: len(fields)),
     b"HEXISTS": _read(dict, lambda fields, words: int(words[2] in fields)),
     b"HSCAN": _read(dict, _hscan),
-    b"HSET": _change(dict, _hset),
-    b"HSETNX": _change(dict, _hsetnx),
+    b"HSET": _adds(dict, lambda fields, w: fields.update(zip(w[2::2], w[3::2], strict=True))),
+    b"HSETNX": _adds(dict, lambda fields, words: fields.setdefault(words[2], words[3])),
     b"HINCRBY": _change(dict, _hincrby),
     b"HDEL": _change(
         dict, lambda fields, words: sum([fields.pop(n, None) is not None for n in words[2:]])
     ),
-    b"SADD": _change(set, _sadd),
+    b"SADD": _adds(set, lambda members, words: members.update(words[2:])),
     b"ZSCORE": _read(ZSet, _zscore),
     b"ZCARD": _read(ZSet, lambda zset, words: len(zset)),
     b"ZRANGE": _read(ZSet, _zrange),

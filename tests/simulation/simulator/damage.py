@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import Any
 
 from simulator.clients import thread_client
 from simulator.processes import Process
 from simulator.run_writes import RunWrites
 from simulator.shared_state import SharedState
-from turnstream.batching.config import BatchingConfig
-from turnstream.batching.fold.members import FoldState
-from turnstream.batching.fold.withdrawing import state_before, with_planned_reward
-from turnstream.batching.merge.plan import Manifest
-from turnstream.batching.planning.selection import Selector
-from turnstream.records.events import decode_event
 from turnstream.store.client import keys
-from turnstream.types import SealedTrajectory, TrajectoryKey
 from turnstream_server.ledger.planning.replans import request_replan
 
 _UNPLANNED = 0.02
@@ -57,39 +49,3 @@ async def replanner(process: Process, shared: SharedState) -> None:
         damaged = client.execute_command("HGET", keys.run_keys(shared.run).frontier, "damaged")
         if damaged is not None or (shared.rotten and random() < _UNASKED):
             request_replan(client, shared.run)
-
-
-@dataclass(frozen=True)
-class PutBack:
-    """A withdrawal of plans from a step on, at a position of the fold."""
-
-    step: int
-    manifests: tuple[Manifest, ...]
-    members: dict[TrajectoryKey, SealedTrajectory]
-
-    def state(self, state: FoldState) -> FoldState:
-        """Return the state of the fold after the withdrawal."""
-        return state_before(self.manifests, self.members, state)
-
-    def new_selector(self, config: BatchingConfig, before: Selector) -> Selector:
-        """Return the selector of a leader that restarts after the last valid plan."""
-        selector = Selector(config)
-        selector.versions = before.versions
-        selector.pass_step(self.step - 1)
-        return selector
-
-
-def put_back(writes: RunWrites, manifests: list[Manifest], dead: set[TrajectoryKey]) -> PutBack:
-    """The groups of withdrawn plans, from the events of the whole run."""
-    events = [decode_event(record) for _, record in writes.events]
-    sealed = {each.key: each for each in events if isinstance(each, SealedTrajectory)}
-    members = {
-        plan.key: with_planned_reward(
-            sealed[plan.key], plan, config=writes.config(manifest.config_revision)
-        )
-        for manifest in manifests
-        for group in manifest.groups
-        for plan in group.trajectories
-        if plan.key not in dead
-    }
-    return PutBack(manifests[0].step, tuple(manifests), members)

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import lupa.lua51 as lupa
 
@@ -102,20 +102,12 @@ class ScriptDefectError(Exception):
     """A script failed otherwise than by a reply: it is a defect."""
 
 
-class LoadedScript:
+class LoadedScript(NamedTuple):
     """A compiled script."""
 
-    __slots__ = ("_function", "_scripts", "allows_oom", "is_read_only")
-
-    def __init__(self, scripts: Scripts, function: Any, flags: frozenset[bytes]) -> None:
-        self._scripts = scripts
-        self._function = function
-        self.allows_oom = b"allow-oom" in flags
-        self.is_read_only = b"no-writes" in flags
-
-    def run(self, num_keys: int, words: Sequence[bytes]) -> Any:
-        """Return the reply; raises StoreError for an error reply, otherwise ScriptDefectError."""
-        return self._scripts.run(self._function, num_keys, words, is_read_only=self.is_read_only)
+    function: Any
+    allows_oom: bool
+    is_read_only: bool
 
 
 class Scripts:
@@ -150,15 +142,14 @@ class Scripts:
             if flags - {b"no-writes", b"allow-oom"}:
                 raise StoreError(f"ERR unknown flags {sorted(flags)}")
             body = b"local KEYS, ARGV = ..." + source[first.end() :]
-            self.by_sha[sha] = LoadedScript(self, self._compile(body, b"=script"), flags)
+            function = self._compile(body, b"=script")
+            self.by_sha[sha] = LoadedScript(function, b"allow-oom" in flags, b"no-writes" in flags)
         return sha
 
-    def run(
-        self, function: Any, num_keys: int, words: Sequence[bytes], *, is_read_only: bool
-    ) -> Any:
-        """Run a compiled script."""
-        self._is_read_only = is_read_only
-        reply = self._run(function, num_keys, *words)
+    def run(self, script: LoadedScript, num_keys: int, words: Sequence[bytes]) -> Any:
+        """Return the reply; raises StoreError for an error reply, otherwise ScriptDefectError."""
+        self._is_read_only = script.is_read_only
+        reply = self._run(script.function, num_keys, *words)
         if type(reply) is not tuple:
             return self._from_lua(reply)
         kind = reply[0]

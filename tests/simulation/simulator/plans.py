@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
-from simulator.damage import PutBack, put_back
 from simulator.run_writes import RunWrites, Violations
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.readiness import RunFold
+from turnstream.batching.fold.withdrawing import state_before, with_planned_reward
 from turnstream.batching.merge.plan import GroupPlan, Manifest, MiniBatchPlan, TrajectoryPlan
 from turnstream.batching.planning.plan_batch import event_order, plan_batch
 from turnstream.batching.planning.selection import Selector
 from turnstream.records.events import decode_event
 from turnstream.store.client import keys
-from turnstream.types import ConfigRevised
+from turnstream.types import ConfigRevised, SealedTrajectory, TrajectoryKey
 
 
 def plan_holds(writes: RunWrites, manifest: Manifest, own_hash: str) -> Violations:
@@ -122,12 +123,17 @@ def history_repeats(writes: RunWrites) -> Violations:
         replay.apply(event_id, record)
         while due and event_order(due[0][0]) <= event_order(event_id):
             _, what = due.popleft()
-            if isinstance(what, PutBack):
-                replay.put_back(what)
-            elif what is not None:
+            if isinstance(what, Manifest):
                 yield from replay.plan_again(what)
+            elif what is not None:
+                replay.put_back(what)
     if due:
         yield f"at events that nobody wrote were planned or withdrawn: {due}"
+
+
+class _Withdrawn(NamedTuple):
+    manifests: list[Manifest]
+    dead: Collection[TrajectoryKey]
 
 
 class _Replay:
@@ -149,9 +155,23 @@ class _Replay:
             self._fold.apply(event_id, event)
             self._selector.apply(event_id, event, self._fold)
 
-    def put_back(self, what: PutBack) -> None:
-        self._fold.state = what.state(self._fold.state)
-        self._selector = what.new_selector(self._config, self._selector)
+    def put_back(self, what: _Withdrawn) -> None:
+        """Put the groups of withdrawn plans back, and restart after the last valid plan."""
+        events = [decode_event(record) for _, record in self._writes.events]
+        sealed = {each.key: each for each in events if isinstance(each, SealedTrajectory)}
+        members = {
+            plan.key: with_planned_reward(
+                sealed[plan.key], plan, config=self._writes.config(manifest.config_revision)
+            )
+            for manifest in what.manifests
+            for group in manifest.groups
+            for plan in group.trajectories
+            if plan.key not in what.dead
+        }
+        self._fold.state = state_before(what.manifests, members, self._fold.state)
+        versions, self._selector = self._selector.versions, Selector(self._config)
+        self._selector.versions = versions
+        self._selector.pass_step(what.manifests[0].step - 1)
 
     def plan_again(self, manifest: Manifest) -> Violations:
         """The plan that was written follows from the events so far."""
@@ -186,7 +206,7 @@ class _Replay:
         self._selector.pass_step(manifest.step)
 
 
-def _in_order(writes: RunWrites) -> Iterator[tuple[str, Manifest | PutBack | None]]:
+def _in_order(writes: RunWrites) -> Iterator[tuple[str, Manifest | _Withdrawn | None]]:
     """Plans and withdrawals, each with the event at which it follows from what was heard.
 
     Between the position of a withdrawal and its event nothing is planned.
@@ -200,5 +220,5 @@ def _in_order(writes: RunWrites) -> Iterator[tuple[str, Manifest | PutBack | Non
             position, event_id, event = each
             gone = [manifest for manifest in standing if manifest.step >= event.step]
             standing = standing[: -len(gone)]
-            yield position, put_back(writes, gone, {*event.dead})
+            yield position, _Withdrawn(gone, event.dead)
             yield event_id, None

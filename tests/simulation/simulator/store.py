@@ -121,4 +121,4 @@ class Store:
         self.scripts.carry_out = self.call
         if self.is_full and not script.allows_oom and not script.is_read_only:
             raise StoreError("OOM command not allowed when used memory > 'maxmemory'.")
-        return script.run(num_keys, words[3:])
+        return self.scripts.run(script, num_keys, words[3:])
