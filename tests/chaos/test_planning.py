@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from harness.history import History
-from harness.rig import CONFIG, PATIENCE_S, Rig, config, damage_turn
+from harness.rig import CONFIG, PATIENCE_S, Rig, config
+from testkit.clusters import Cluster
 from testkit.processes import frozen, is_frozen
 from turnstream.batching.config import BatchingConfig, GroupFilter
 from turnstream.batching.merge.plan import Manifest
@@ -196,7 +197,7 @@ def test_leader_killed_around_a_withdrawal_has_a_successor_that_completes_it(
     plan = read_plan(rig.client, rig.run, 1)
     assert plan is not None
     damaged = keys.trajectory_id(plan.manifest.groups[0].trajectories[0].key)
-    damage_turn(rig, damaged)
+    Cluster(rig.server.url).damage(rig.run, damaged)
 
     request = request_replan(rig.client, rig.run)
     rig.let_batcher_die(failpoint)

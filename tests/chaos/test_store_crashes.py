@@ -75,11 +75,7 @@ def _start_endless_generators(rig: Rig) -> list[Service]:
 
 
 def _wait_for_all(rig: Rig, generators: Sequence[Service], kind: str) -> None:
-    """Wait until each generator has logged two more lines of a kind.
-
-    The second line belongs to a call that started later. After a restart of the store it follows
-    all resent data.
-    """
+    """Wait until each generator has logged two more lines, the second of a later call."""
     before = Counter(line.process for line in rig.history().of(kind))
 
     def is_so() -> bool:

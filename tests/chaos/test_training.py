@@ -32,24 +32,6 @@ def proxy(fed: Rig) -> Iterator[Proxy]:
         yield proxy
 
 
-def test_rank_killed_before_its_first_batch_is_missed_until_the_deadline(
-    fed: Rig, proxy: Proxy
-) -> None:
-    # Fault 15: one rank's path to the batcher is dead, and the rank is killed.
-    proxy.replies.is_silent = True
-    whole, cut_off = fed.start_ranks(2, targets=[fed.address(), proxy.address], barrier_s=0.5)
-    fed.wait(lambda: len([*fed.history().of("waiting")]) >= 2, "the wait of the rank cut off")
-
-    cut_off.kill()
-    whole.wait(PATIENCE_S)
-
-    assert whole.status == 3  # a typed error, by its deadline
-    assert {line.process for line in fed.history().of("received")} == {"session-001-rank-0"}
-    (refused,) = fed.history().of("refused")
-    assert "PeerLostError" in refused["error"]
-    fed.drain(2)
-
-
 def test_rank_killed_within_a_transfer_gets_the_same_bytes_again(rig: Rig) -> None:
     # Fault 15: during the stream. It has half of the second mini-batch, of some megabytes.
     rig.start_batcher()

@@ -1,4 +1,4 @@
-"""Certificates of a service on this machine, and of the authority that its clients trust."""
+"""Certificates of a service on this machine, each its own authority."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import pytest
 
 from turnstream_server.tls import Tls
 
-_SERVER = "subjectAltName=DNS:localhost,IP:127.0.0.1"
-
 
 class Certificates(NamedTuple):
     """Files of a service, and the certificate that its clients trust."""
@@ -22,12 +20,15 @@ class Certificates(NamedTuple):
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    """A certificate for localhost, signed by an authority of its own."""
-    folder = tmp_path_factory.mktemp("certificates")
-    new = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-    signer = ["-CA", "ca.pem", "-CAkey", "ca.key", "-addext", "basicConstraints=CA:FALSE"]
-    for name, options in (("ca", []), ("server", [*signer, "-addext", _SERVER])):
-        files = ["-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2"]
-        command = ["openssl", *new, "-subj", f"/CN=test {name}", *files, *options]
-        subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    return Certificates(Tls(folder / "server.pem", folder / "server.key"), folder / "ca.pem")
+    cert, key = make_certificate(tmp_path_factory.mktemp("certificates"))
+    return Certificates(Tls(cert, key), cert)
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """Write a certificate of this machine that is its own authority; return it and its key."""
+    cert, key = folder / "store.crt", folder / "store.key"
+    words = ["openssl", "req", "-x509", "-nodes", "-days", "2", "-subj", "/CN=test"]
+    words += ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    words += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run([*words, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return cert, key

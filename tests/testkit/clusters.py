@@ -23,8 +23,6 @@ from turnstream.types import (
     Purpose,
     TrajectoryState,
 )
-from turnstream_server.batcher.planner.parking import PARK_AFTER_S
-from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP, Upkeep
 from turnstream_server.batcher.serving.service import BatcherOptions, serving
 from turnstream_server.ledger.admin.dead_letters import DeadLetters, read_dead_letters
 from turnstream_server.ledger.core.frontier import Frontier, read_frontier
@@ -162,21 +160,19 @@ class Cluster:
         *,
         before_write: Hook | None = None,
         lease_s: float = 5.0,
-        park_after_s: float = PARK_AFTER_S,
         wait_max_s: float = 60.0,
-        upkeep: Upkeep = DEFAULT_UPKEEP,
+        **others: Any,
     ) -> Replica:
-        """Start a replica.
+        """Start a replica; `others` are further fields of its options.
 
         `before_write` is awaited with each checked plan before it is written.
         """
         options = BatcherOptions(
             redis_url=self.url,
             leader_lease_s=lease_s,
-            park_after_s=park_after_s,
             get_wait_max_s=wait_max_s,
-            upkeep=upkeep,
             shutdown_grace_s=0.5,
+            **others,
         )
         replica = Replica(options, before_write)
         await replica.start()

@@ -150,16 +150,6 @@ class LocalStack:
         return f"{url.replace('redis://', 'rediss://')}?ssl_ca_certs={self.tls[0]}"
 
 
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """Write a certificate of 127.0.0.1 that is its own authority; return it and its key."""
-    cert, key = folder / "store.crt", folder / "store.key"
-    words = ["openssl", "req", "-x509", "-nodes", "-days", "1", "-subj", "/CN=store"]
-    words += ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-    words += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run(words, check=True, capture_output=True)
-    return cert, key
-
-
 def _volumes(service: Mapping[str, Any]) -> dict[str, str]:
     """Return the paths of the named volumes of a service."""
     parts = [each.split(":") for each in service["volumes"]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Final, Self
 
 import grpc
 import httpx2
+import psutil
 
 from fuzz.bodies import (
     RUN,
@@ -40,7 +40,6 @@ MAX_BYTES: Final = 400_000_000
 MAX_GROWTH_BYTES: Final = 24_000_000
 """Growth of a process after the first quarter of the cases."""
 
-_READY_S: Final = 60.0
 _TIMEOUT_S: Final = 30.0
 _PROBLEM: Final = "application/problem+json"
 _ANSWERS: Final = {"application/json", CALLS}
@@ -90,24 +89,18 @@ class ServiceCampaign:
             )
             self._batcher = processes.start_batcher()
             self._channel = stack.enter_context(grpc.insecure_channel(self._batcher.address))
-            self._start_gateway(processes)
+            self._gateway = processes.start_listening("gateway", "gateway", listen="127.0.0.1:0")
+            address = f"http://{self._gateway.address}"
             self._http = stack.enter_context(
-                httpx2.Client(base_url=f"http://{self._address}/v1/", timeout=_TIMEOUT_S)
+                httpx2.Client(base_url=f"{address}/v1/", timeout=_TIMEOUT_S)
             )
             self._resources = stack.pop_all()
         self._json, self._arrow = json_bodies(), arrow_bodies()
-        self._commands = call_bodies(with_key(f"http://{self._address}", self._secret))
+        self._commands = call_bodies(with_key(address, self._secret))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._resources.close()
-
-    def _start_gateway(self, processes: Stack) -> None:
-        file = self._folder / "gateway.address"
-        self._gateway = processes.start(
-            "gateway", "gateway", listen="127.0.0.1:0", address_file=file
-        )
-        self._address = processes.wait_for_file(file, of=self._gateway, timeout_s=_READY_S)
 
     def run(self, num_cases: int) -> Report:
         """Run so many cases, each kind in turn, and check the memory of the processes."""
@@ -222,12 +215,7 @@ class ServiceCampaign:
             "gateway": self._gateway.pid,
             "store": self._server.pid,
         }
-        return {name: _resident(pid) for name, pid in pids.items()}
-
-
-def _resident(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return sum(int(kib) * 1024 for kib in re.findall(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE))
+        return {name: psutil.Process(pid).memory_info().rss for name, pid in pids.items()}
 
 
 def _legal(data: bytes) -> str:

@@ -38,12 +38,7 @@ class TrajectoryQueue:
 
 @dataclass(slots=True)
 class _Break:
-    """The end of the replies of a connection.
-
-    Attributes:
-        after_bytes: bytes that pass before it.
-        is_stop: whether the connection stays open and forwards nothing more; otherwise it is reset.
-    """
+    """The end of the replies of a connection after some bytes; a stop leaves it open."""
 
     after_bytes: int
     is_stop: bool = False

@@ -370,13 +370,3 @@ class Rig:
 
 def config(**fields: Any) -> BatchingConfig:
     return dataclasses.replace(CONFIG, **fields)
-
-
-def damage_turn(rig: Rig, trajectory_id: str) -> None:
-    turns = keys.trajectory_keys(rig.run, trajectory_id).turns
-    entries: Any = rig.client.xrange(turns)
-    rig.client.delete(turns)
-    for number, (entry_id, fields) in enumerate(entries):
-        record = bytearray(fields[b"r"])
-        record[-9] ^= number == 0
-        rig.client.xadd(turns, {"r": bytes(record)}, id=entry_id)

@@ -98,15 +98,6 @@ class Report:
             "faults": faults,
         }
 
-    def lines(self) -> Iterator[str]:
-        """Yield the facts of the run, then a line for each kind of fault."""
-        for name, value in self.facts.items():
-            if name != "faults":
-                yield f"{name}: {value}"
-        for name, numbers in self.facts["faults"].items():
-            values = (f"{key} {number:.4g}" for key, number in numbers.items())
-            yield f"  {name}: {', '.join(values)}"
-
 
 def soak(
     folder: Path,
@@ -208,15 +199,12 @@ def _finish(stack: Stack, report: Report) -> None:
 
 
 def _await_resends(stack: Stack) -> None:
-    """Wait until every generator has resent what the last cut took.
-
-    A closed run takes no group, so the resend of a lost one is refused. A generator resends before
-    it writes anything new. So when it has opened two groups after the cut, all of that is sent.
-    """
+    """Wait until every generator has resent what the last cut took."""
     rig = stack.rig
 
     def are_sent() -> bool:
         stack.mend()
+        # A generator resends before it writes anything new; a closed run would refuse the resend.
         opened = [line.process for line in rig.history().of("opened") if line.at > rig.cuts[-1]]
         return all(opened.count(f"generator-{writer}") > 1 for writer in stack.generators)
 
@@ -248,9 +236,9 @@ def main() -> None:
         console.print(f"logs of all processes: {folder}")
         raise
     shutil.rmtree(folder)
-    console.print("\n".join(report.lines()))
+    text = json.dumps({"seed": seed, **times, **report.facts}, indent=2)
+    console.print(text)
     if options.json is not None:
-        text = json.dumps({"seed": seed, **times, **report.facts}, indent=2)
         options.json.write_text(f"{text}\n", encoding="utf-8")
 
 

@@ -13,7 +13,8 @@ import redis
 
 import turnstream
 from testkit import wait_until
-from testkit.compose import LocalStack, Started, make_certificate
+from testkit.certificates import make_certificate
+from testkit.compose import LocalStack, Started
 from testkit.datums import as_sent, random_data
 from testkit.sdks import NEWEST, Sdk
 from turnstream.errors import RunNotFoundError

@@ -17,7 +17,8 @@ from redis.exceptions import NoPermissionError
 
 import turnstream
 from testkit import wait_until
-from testkit.compose import REPOSITORY, LocalStack, make_certificate
+from testkit.certificates import make_certificate
+from testkit.compose import REPOSITORY, LocalStack
 from turnstream.store.client.connection import connect
 from turnstream_server.embedded import find_binary, free_port
 

@@ -279,10 +279,7 @@ def _xrevrange(stream: Stream, words: Words) -> list[Any]:
 
 
 def _xtrim(store: Store, words: Words) -> int:
-    """XTRIM key MINID id, or XTRIM key MINID ~ id LIMIT number.
-
-    A server may keep entries because of the tilde. Here it keeps none that it may remove.
-    """
+    """XTRIM key MINID id, or MINID ~ id LIMIT number: no entry is kept for the tilde."""
     match [word.upper() for word in words[2:]]:
         case [b"MINID", first_kept]:
             limit = None

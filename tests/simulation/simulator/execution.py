@@ -22,6 +22,8 @@ _END_S = 600.0
 _RESEND_S = 25.0
 """Longer than a generator sleeps, and then takes to find out that the store lost something."""
 _SETTLING_S = 3.0
+_PATIENCE_S = 0.5
+"""Another trainer is started beside one that sleeps or hangs for longer."""
 _OPERATORS = {
     "pauser": operators.pauser,
     "reviser": operators.reviser,
@@ -36,14 +38,14 @@ class Execution:
     def __init__(self, world: World, shared: SharedState, drawn: Schedule) -> None:
         self.invariants = Invariants(world, shared)
         self._world, self._shared, self._drawn = world, shared, drawn
-        self._supervisor = Supervisor(world, shared, slots(drawn), self._is_over)
+        self._slots = _slots(drawn)
         world.rot = lambda: damage.strike(self.invariants.writes)
         world.after_step = self._after_step
         world.fault_rates = drawn.fault_rates
 
     def run(self) -> None:
         """From now on until its end; then everybody is killed."""
-        self._supervisor.tend()
+        self._tend()
         self._run_with_faults()
         self._await_resends()
         self._end()
@@ -55,7 +57,7 @@ class Execution:
     def _after_step(self) -> None:
         self.invariants.check_step()
         if self._world.num_steps % _TEND_EVERY == 0:
-            self._supervisor.tend()
+            self._tend()
 
     def _run_with_faults(self) -> None:
         world, shared = self._world, self._shared
@@ -105,6 +107,39 @@ class Execution:
             shown = _shown(world, shared.run)
             world.fail(f"P5: {shared.run} has not ended after {world.now_s:.0f} s: {shown}")
 
+    def _tend(self) -> None:
+        """Start a process in every slot that needs one."""
+        for slot in self._slots:
+            process = slot.process
+            if process is not None and process.task.done() and not process.is_dead:
+                self._look_at_end(slot, process)
+            if process is None or process.is_over or self._is_replaced(slot, process):
+                self._refill(slot)
+
+    def _look_at_end(self, slot: Slot, process: Process) -> None:
+        error = None if process.task.cancelled() else process.task.exception()
+        if error is not None:
+            self._world.fail(f"{process.name} failed: {error!r}")
+        self._world.kill(process)
+        slot.start_at_s = self._world.now_s + self._world.rng.random()
+
+    def _is_replaced(self, slot: Slot, process: Process) -> bool:
+        """Whether another is started beside one that sleeps or hangs: it comes back as a zombie."""
+        back_s = max(process.asleep_until_s, process.hangs_until_s)
+        return back_s - self._world.now_s > _PATIENCE_S and slot.name == "trainer"
+
+    def _refill(self, slot: Slot) -> None:
+        world = self._world
+        if slot.process is not None and slot.process.is_dead and slot.start_at_s < 0:
+            slot.start_at_s = world.now_s + world.rng.random() * 2
+        is_needed = not self._is_over() or slot.name.startswith("batcher")
+        if world.now_s < slot.start_at_s or not is_needed:
+            return
+        slot.num_starts += 1
+        main, shared = slot.main, self._shared
+        slot.process = world.start(f"{slot.name}{slot.num_starts}", lambda p: main(p, shared))
+        slot.start_at_s = -1.0
+
 
 def _shown(world: World, run: str) -> str:
     prefix = f"ts:{{{run}}}:".encode()
@@ -115,9 +150,6 @@ def _shown(world: World, run: str) -> str:
     }
     return repr(shown)
 
-
-_PATIENCE_S = 0.5
-"""Another trainer is started beside one that sleeps or hangs for longer."""
 
 _Main = Callable[[Process, SharedState], Any]
 
@@ -133,50 +165,7 @@ class Slot:
     start_at_s: float = 0.0
 
 
-@dataclass
-class Supervisor:
-    """Starts processes again."""
-
-    world: World
-    shared: SharedState
-    slots: list[Slot]
-    is_over: Callable[[], bool]
-
-    def tend(self) -> None:
-        """Start a process in every slot that needs one."""
-        for slot in self.slots:
-            process = slot.process
-            if process is not None and process.task.done() and not process.is_dead:
-                self._look_at_end(slot, process)
-            if process is None or process.is_over or self._is_replaced(slot, process):
-                self._refill(slot)
-
-    def _look_at_end(self, slot: Slot, process: Process) -> None:
-        error = None if process.task.cancelled() else process.task.exception()
-        if error is not None:
-            self.world.fail(f"{process.name} failed: {error!r}")
-        self.world.kill(process)
-        slot.start_at_s = self.world.now_s + self.world.rng.random()
-
-    def _is_replaced(self, slot: Slot, process: Process) -> bool:
-        """Whether another is started beside one that sleeps or hangs: it comes back as a zombie."""
-        back_s = max(process.asleep_until_s, process.hangs_until_s)
-        return back_s - self.world.now_s > _PATIENCE_S and slot.name == "trainer"
-
-    def _refill(self, slot: Slot) -> None:
-        world = self.world
-        if slot.process is not None and slot.process.is_dead and slot.start_at_s < 0:
-            slot.start_at_s = world.now_s + world.rng.random() * 2
-        is_needed = not self.is_over() or slot.name.startswith("batcher")
-        if world.now_s < slot.start_at_s or not is_needed:
-            return
-        slot.num_starts += 1
-        main, shared = slot.main, self.shared
-        slot.process = world.start(f"{slot.name}{slot.num_starts}", lambda p: main(p, shared))
-        slot.start_at_s = -1.0
-
-
-def slots(drawn: Schedule) -> list[Slot]:
+def _slots(drawn: Schedule) -> list[Slot]:
     return [
         *[Slot(f"batcher-{'ab'[n]}", services.batcher) for n in range(drawn.num_batchers)],
         *[Slot(f"generator-{n}-", generators.generator) for n in range(drawn.num_generators)],

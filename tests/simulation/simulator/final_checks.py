@@ -46,10 +46,7 @@ def everything_ended(writes: RunWrites) -> Violations:
 
 
 def _nothing_vanished(writes: RunWrites, states: dict[str, str]) -> Violations:
-    """P1: every acknowledged seal has a state at the end of the run.
-
-    After a power cut, this is promised to publishers that survived.
-    """
+    """P1: every acknowledged seal has a state at the end, unless its writers died in a cut."""
     history, world = writes.shared.history, writes.world
     for name in sorted({*history.acknowledged, *[n for n in history.lost if "/" in n]}):
         if "cut" in world.counts and history.writers.get(name, set()) & world.died:
@@ -69,28 +66,22 @@ def _nothing_vanished(writes: RunWrites, states: dict[str, str]) -> Violations:
 
 
 def _is_named_well(writes: RunWrites, name: str, state: str) -> bool:
-    """Return whether a publisher that survived may report this trajectory as lost.
-
-    After the store came back, one of these happened: another generator held it sooner, its lease
-    ended, its group got no admission or continued without it, or the store continues an earlier
-    group of its prompt. A clock that is set forward also removes tombstones. A new writer does not
-    keep the turns of the writer before it.
-    """
-    if "jump" in writes.world.counts and writes.shared.history.lost[name].endswith(_NO_TOMBSTONE):
-        return True
+    """Return whether a publisher that survived may report this trajectory as lost."""
+    error = writes.shared.history.lost[name]
+    if "jump" in writes.world.counts and error.endswith(_NO_TOMBSTONE):
+        return True  # the clock has removed a tombstone
     if "cut" not in writes.world.counts:
         return False
     had_another = len(writes.shared.history.writers[name]) > 1
-    is_half_gone = had_another and _HALF_GONE in writes.shared.history.lost[name]
+    is_half_gone = had_another and _HALF_GONE in error  # it does not keep turns before its own
     has_another = state != "nowhere" and had_another
     may_be_given_again = state == "nowhere" or _is_task(name)
-    has_no_leave = may_be_given_again and writes.shared.history.lost[name].endswith(_NO_ADMISSION)
-    is_left_out = state == "nowhere" and _is_decided(
-        writes, keys.parse_trajectory_id(name).group_id
-    )
-    goes_on = _is_task(name) and writes.shared.history.lost[name].endswith(_PROMPT_GOES_ON)
+    has_no_leave = may_be_given_again and error.endswith(_NO_ADMISSION)
+    group_id = keys.parse_trajectory_id(name).group_id
+    is_left_out = state == "nowhere" and _is_decided(writes, group_id)
+    goes_on = _is_task(name) and error.endswith(_PROMPT_GOES_ON)
     is_known = has_another or has_no_leave or is_left_out or is_half_gone or goes_on
-    was_given_up = _GIVEN_UP.fullmatch(state) or _GIVEN_UP.search(writes.shared.history.lost[name])
+    was_given_up = _GIVEN_UP.fullmatch(state) or _GIVEN_UP.search(error)
     return bool(was_given_up) or is_known
 
 

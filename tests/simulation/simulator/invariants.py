@@ -95,12 +95,9 @@ class Invariants:
         }
 
     def _writers_stay_apart(self) -> Violations:
-        """A writer that lost a trajectory is refused before it meets the turns of another.
-
-        If the store lost an opening, another generator may have written the same trajectory since.
-        """
+        """A writer that lost a trajectory is refused before it meets the turns of another."""
         if "cut" in self._world.counts:
-            return
+            return  # if the store lost an opening, another generator may write the same trajectory
         for text in self._shared.history.mixed:
             yield f"a caller was told: {text}"
 
@@ -170,10 +167,7 @@ class Invariants:
             yield from self._grows(_SNAPSHOT_STEP, int(snapshot[b"step"]))
 
     def _revisions_hold(self) -> Violations:
-        """An acknowledged config is stored, and applies from its step on.
-
-        If plans are withdrawn, it applies from the first of them on.
-        """
+        """An acknowledged config is stored, and applies from its step or a withdrawn one on."""
         first_steps = dict(self.writes.revisions())
         was_withdrawn = b"withdrawn" in self.writes.hash("frontier")
         for number, (first, config) in self._shared.history.revised.items():
@@ -194,12 +188,9 @@ class Invariants:
             yield "a run that is open is finished"
 
     def _payload_holds(self) -> Violations:
-        """The epoch of a payload never falls, so an earlier writer cannot write.
-
-        A clock that is set forward removes the tombstones that refuse late writers.
-        """
+        """The epoch of a payload never falls, so an earlier writer cannot write."""
         if "jump" in self._world.counts:
-            return
+            return  # a clock that is set forward removes the tombstones that refuse late writers
         for raw in self.writes.hash("ledger"):
             name = raw.decode()
             key = keys.trajectory_keys(self._shared.run, name).meta.encode()

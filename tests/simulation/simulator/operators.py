@@ -19,7 +19,6 @@ from turnstream.errors import (
     ReleasedError,
     StoreBehindError,
 )
-from turnstream.store.client import keys
 from turnstream.store.run.configs import revise_config
 from turnstream.store.run.runs import close_run, pause_run, reopen_run, resume_run
 from turnstream.types import Leftover
@@ -63,7 +62,7 @@ async def _revise(process: Process, shared: SharedState) -> None:
     rng = process.world.rng
     while not shared.is_closing:
         await asyncio.sleep(rng.random() * _LONGEST_REST_S)
-        planned = int(_frontier(process, shared).get(b"planned", 0))
+        planned = int(shared.frontier(process.world).get(b"planned", 0))
         step = max(1, planned + rng.choice((0, 1, 1, 1, 2, 3)))
         config = shared.another_config(shared.in_force)
         await asyncio.sleep(rng.random() * _READ_AGE_S)
@@ -93,18 +92,13 @@ async def reopener(process: Process, shared: SharedState) -> None:
 
 async def closer(process: Process, shared: SharedState) -> None:
     while True:
-        frontier = _frontier(process, shared)
+        frontier = shared.frontier(process.world)
         if b"paused" in frontier:
             await _call(process, shared, resume_run)
         if frontier[b"closed"] == b"1" and frontier[b"leftover"] != _AT_THE_END:
             await _call(process, shared, reopen_run)
         await _call(process, shared, close_run, reason="the end")
         await asyncio.sleep(_LONGEST_REST_S)
-
-
-def _frontier(process: Process, shared: SharedState) -> dict[bytes, bytes]:
-    found: Any = process.world.store.values[keys.run_keys(shared.run).frontier.encode()]
-    return found
 
 
 _EXPIRY_S = 0.4

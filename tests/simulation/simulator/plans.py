@@ -207,10 +207,7 @@ class _Replay:
 
 
 def _in_order(writes: RunWrites) -> Iterator[tuple[str, Manifest | _Withdrawn | None]]:
-    """Plans and withdrawals, each with the event at which it follows from what was heard.
-
-    Between the position of a withdrawal and its event nothing is planned.
-    """
+    """Plans and withdrawals, each with the event at which it follows from what was heard."""
     standing: list[Manifest] = []
     for each in writes.plans:
         if isinstance(each, Manifest):

@@ -128,10 +128,7 @@ def prompt(rng: random.Random, number: int) -> Prompt:
 
 
 def _another(rng: random.Random, before: BatchingConfig, drawn: BatchingConfig) -> BatchingConfig:
-    """Return some settings of one config and the others of another.
-
-    A pending reward of an evaluation needs a deadline, so the deadline is never removed.
-    """
+    """Return some settings of one config; a deadline of rewards, which evaluations need, stays."""
     names = [each.name for each in changed_settings(before, drawn) if rng.random() < _CHANGES]
     changes = {name: getattr(drawn, name) for name in names}
     if not drawn.reward_deadline_s:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from simulator.history import History
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import UnavailableError
+from turnstream.store.client import keys
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 
 if TYPE_CHECKING:
     from simulator.generators import Generator
+    from simulator.world import World
 
 URL = "redis://simulated"
 
@@ -58,6 +60,11 @@ class SharedState:
         self.in_force = config
         self.ever_in_force.append(config)
         self.history.may_release(retained=config.retain_checkpoints)
+
+    def frontier(self, world: World) -> dict[bytes, bytes]:
+        """Return the frontier in the store."""
+        found: Any = world.store.values[keys.run_keys(self.run).frontier.encode()]
+        return found
 
     def tokens(self, number: int) -> list[int]:
         """Token ids that no other turn has."""

@@ -57,18 +57,13 @@ async def trainer(process: Process, shared: SharedState) -> None:
         if await session.start():
             await session.train_all()
     except EndOfRunError:
-        shared.is_ended = _frontier(process, shared).get(b"finished") == b"1"  # unless reopened
+        shared.is_ended = shared.frontier(process.world).get(b"finished") == b"1"  # unless reopened
     except FencedError as error:
         history.refused(error)
     except (StoreBehindError, ConflictError) as error:
         if not session.is_started or "cut" not in world.counts:
             raise
         history.refused(error)
-
-
-def _frontier(process: Process, shared: SharedState) -> dict[bytes, bytes]:
-    found: Any = process.world.store.values[keys.run_keys(shared.run).frontier.encode()]
-    return found
 
 
 class Session:
@@ -133,7 +128,7 @@ class Session:
         self, session: TrainerSession, token: RecoveryToken | None, *, dp_world_size: int
     ) -> bool:
         history, next_step = self._history, session.next_step
-        frontier = _frontier(self._process, self._shared)
+        frontier = self._shared.frontier(self._world)
         if frontier[b"session"] != self._name.encode():
             return False  # it slept, and another started after it
         if int(frontier[b"stepped"]) != next_step - 1:
@@ -230,10 +225,7 @@ class Session:
                 self._world.fail(f"step {manifest.step} has no payload of {member.key} any more")
 
     async def _hang(self) -> None:
-        """Hang by chance until another session has started, so that the next call is too late.
-
-        The trainer does not know this and calls; the store must refuse it.
-        """
+        """Hang by chance until another session has started: the store must refuse the next call."""
         if self._rng.random() < _HANGS:
             spread_s = _LONGEST_HANG_S - _SHORTEST_HANG_S
             hangs_s = _SHORTEST_HANG_S + self._rng.random() * spread_s
