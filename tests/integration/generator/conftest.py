@@ -90,12 +90,6 @@ def without_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "_FIRST_INTERVAL_S", LONG_S)
 
 
-@pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leases of a minute, which end in no test, are renewed ten times a second."""
-    monkeypatch.setattr(heartbeats, "BEATS_PER_LEASE", 600)
-
-
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     """Publishers end their threads. Threads that another test has left are not counted."""

@@ -10,7 +10,7 @@ import redis.asyncio
 from testkit import group, wait_until
 from testkit.stores import Store
 from testkit.waiting import wait_until_async
-from turnstream.errors import EndOfRunError, GroupTooLargeError
+from turnstream.errors import EndOfRunError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.generator.transport import sender
 from turnstream.store.run.runs import close_run
@@ -65,17 +65,6 @@ def test_a_group_that_waits_starts_after_the_server_was_restarted(own_store: Sto
         receipt.result(10)
 
     assert own_store.read(run).counts() == {"accepted": 4, "sealed": 4}
-
-
-def test_an_evaluation_above_the_budget_is_refused_at_once(store: Store) -> None:
-    run = store.new_run(batch_groups=1, max_bytes=100_000)
-
-    with (
-        Publisher(store.url, run, admission_timeout_s=600) as publisher,
-        pytest.raises(GroupTooLargeError, match=r"group eval-1 needs .* max_bytes is 100000"),
-        publisher.group("eval-1", num_samples=2, purpose="eval"),
-    ):
-        pass
 
 
 STEPS = range(1, 6)

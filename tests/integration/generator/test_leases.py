@@ -110,34 +110,6 @@ def start_generator() -> Iterator[Callable[[str, str], Generator]]:
         yield start
 
 
-def lease_end(client: redis.Redis, run: str, trajectory_id: str = "g/0/0") -> int:
-    found: Any = client.zscore(keys.run_keys(run).leases, trajectory_id)
-    return int(found)
-
-
-def renewals(client: redis.Redis, run: str, number: int) -> None:
-    """Wait until the lease was renewed so often."""
-    ends: set[int] = set()
-
-    def was_renewed() -> bool:
-        ends.add(lease_end(client, run))
-        return len(ends) > number
-
-    wait_until(was_renewed, describe=f"{number} renewals")
-
-
-def test_a_lease_is_kept_while_the_caller_does_something_else(store: Store, often: None) -> None:
-    run = store.new_run()
-
-    with Publisher(store.url, run) as publisher:
-        episode = publisher.trajectory("g", 0, num_samples=1)
-        episode.append(ids("ab"), ids("c")).result(10)
-        renewals(store.client, run, 6)
-
-        assert publisher.lapsed() == []
-        episode.seal(1.0)
-
-
 def test_turns_of_a_killed_generator_can_be_continued_by_another(
     store: Store, start_generator: Callable[[str, str], Generator]
 ) -> None:
@@ -189,23 +161,6 @@ def test_generator_that_slept_gets_the_new_owner_and_writes_nothing(
     assert late[3] == "done"
     assert stored.spelled(KEY) == [("ab", "c"), ("abcd", "e"), ("abcdef", "g")]
     assert stored.counts() == {"accepted": 2, "sealed": 2}
-
-
-def test_generator_that_slept_without_a_takeover_continues(
-    store: Store, start_generator: Callable[[str, str], Generator]
-) -> None:
-    run = store.new_run(lease_s=LEASE_S)
-    generator = start_generator(store.url, run)
-    generator.signal(signal.SIGSTOP)
-    with Publisher(store.url, run) as publisher:
-        wait_for_lapse(publisher, KEY)
-
-        generator.signal(signal.SIGCONT)
-        wait_until(lambda: publisher.lapsed() == [], describe="the renewal")
-        answers = [generator.request("append"), generator.request("seal")]
-
-    assert answers == ["done", "done"]
-    assert store.read(run).states()["g/0/0"] == "sealed"
 
 
 def test_closed_publisher_warns_of_open_trajectories(

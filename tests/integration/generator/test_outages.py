@@ -1,21 +1,21 @@
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-import redis
 
 from testkit import group, ids, servers, trajectory, turn, wait_until
 from testkit.stores import Store, lose_answer
+from testkit.waiting import facts, kinds
 from turnstream.errors import (
     InvalidConfigError,
     NotReadyError,
     RejectedError,
     StoreUnavailableError,
+    WaitKind,
 )
 from turnstream.generator import Publisher
 from turnstream.generator.api.trajectory_writers import TrajectoryWriter
@@ -29,39 +29,6 @@ pytestmark = pytest.mark.redis
 own_server = servers.own_server_of_each_kind  # a store that ends, loads or is full
 
 KEY = TrajectoryKey("g", 0)
-
-
-def test_server_killed_in_mid_stream_ends_with_every_turn_once(own_store: Store) -> None:
-    run = own_store.new_run()
-
-    with Publisher(own_store.url, run) as publisher:
-        episodes = [publisher.trajectory("g", sample, num_samples=4) for sample in range(4)]
-        half_way = threading.Barrier(len(episodes) + 1)
-        players = [threading.Thread(target=play, args=(e, half_way), daemon=True) for e in episodes]
-        for player in players:
-            player.start()
-        half_way.wait(10)
-        own_store.server.kill()
-        wait_until(lambda: publisher.statistics().num_retries > 4, describe="failing writes")
-        own_store.server.restart()
-        for player in players:
-            player.join(20)
-        statistics = publisher.statistics()
-
-    stored = own_store.read(run)
-    assert stored.counts() == {"accepted": 4, "sealed": 4}
-    assert sorted(stored.sealed()) == [TrajectoryKey("g", sample) for sample in range(4)]
-    for key in stored.sealed():
-        assert stored.spelled(key) == [("a" * number, "b") for number in range(1, 61)]
-    assert statistics.num_turns == 240
-
-
-def play(episode: TrajectoryWriter, half_way: threading.Barrier) -> None:
-    for number in range(1, 61):
-        episode.append(ids("a" * number), ids("b"))
-        if number == 30:
-            half_way.wait(10)
-    episode.seal(1.0)
 
 
 def test_turn_is_sent_once_over_a_slow_link(
@@ -104,63 +71,6 @@ def test_a_reply_lost_after_the_write_was_applied_leaves_one_copy(
     assert store.read(run).sealed() == [KEY]
 
 
-@pytest.mark.parametrize("num_answered", [0, 1, 2, 3])
-def test_a_group_whose_replies_are_lost_anywhere_arrives_once(
-    store: Store, proxy_to: Callable[[str], Any], num_answered: int
-) -> None:
-    run = store.new_run()
-    proxy = proxy_to(store.url)
-
-    with Publisher(proxy.url, run) as publisher:
-        publisher.publish(group("first")).result(10)
-        for number in range(num_answered):
-            publisher.publish(group(f"before-{number}"))
-        proxy.break_replies([0])
-        publisher.publish(group("g")).result(10)
-
-    stored = store.read(run)
-    num_trajectories = 2 * (num_answered + 2)
-    assert proxy.num_breaks == 1
-    assert stored.counts() == {"accepted": num_trajectories, "sealed": num_trajectories}
-    assert len(stored.events()) == 3 * (num_answered + 2)
-    assert stored.spelled(KEY) == [("ab", "cd")]
-
-
-def test_a_full_server_holds_writes_up_until_there_is_memory(own_store: Store) -> None:
-    run = own_store.new_run()
-    long = trajectory(turn("a" * 20_000, "B"))
-
-    with Publisher(own_store.url, run, max_inflight_bytes=200_000) as publisher:
-        publisher.publish(group("before", long)).result(10)
-        with publisher.group("open", 20) as opened:
-            writers = [opened.trajectory(sample) for sample in range(20)]
-            own_store.client.config_set("maxmemory", used_memory(own_store.client) + 300_000)
-            generator = threading.Thread(target=lambda: write_all(writers, long), daemon=True)
-            generator.start()
-            wait_until(lambda: publisher.statistics().num_retries > 3, describe="a full server")
-            is_blocked = generator.is_alive()
-            inflight_bytes = publisher.statistics().inflight_bytes
-            own_store.client.config_set("maxmemory", 0)
-            generator.join(20)
-
-    assert is_blocked
-    assert 0 < inflight_bytes <= 200_000
-    assert own_store.read(run).counts() == {"accepted": 21, "sealed": 21}
-
-
-def write_all(writers: Sequence[TrajectoryWriter], whole: Trajectory) -> None:
-    (only,) = whole.turns
-    for writer in writers:
-        writer.append(only.prompt_ids, only.response_ids, logprobs=only.logprobs)
-    for writer in writers:
-        writer.seal(1.0)
-
-
-def used_memory(client: redis.Redis) -> int:
-    memory: Any = client.info("memory")
-    return memory["used_memory"]
-
-
 def test_an_outage_longer_than_the_timeout_fails_what_was_accepted(own_store: Store) -> None:
     run = own_store.new_run()
     publisher = Publisher(own_store.url, run, timeout_s=0.3)
@@ -188,18 +98,28 @@ def test_a_wait_for_an_answer_ends_by_its_own_deadline(own_store: Store) -> None
     run = own_store.new_run()
 
     with Publisher(own_store.url, run) as publisher:
-        publisher.publish(group("before")).result(10)
+        writer = publisher.trajectory("g#1", 0, num_samples=1)
+        writer.append(ids("a"), ids("b")).result(10)
         own_store.server.kill()
-        receipt = publisher.publish(group("g"))
-        with pytest.raises(NotReadyError, match=r"within 0\.05 s") as slow:
-            receipt.result(0.05)
-        assert slow.value.retry_after_s is None
-        with pytest.raises(NotReadyError, match=r"after 0\.05 s"):
+        late = writer.append(ids("abc"), ids("d"))
+        wait_until(lambda: publisher.statistics().num_retries > 0, describe="a failed try")
+        with pytest.raises(NotReadyError, match=r"within 0\.05 s") as waited:
+            late.result(0.05)
+        with pytest.raises(NotReadyError, match=r"after 0\.05 s") as flushed:
             publisher.flush(0.05)
         own_store.server.restart()
-        receipt.result(10)
+        late.result(10)
+        writer.seal(1.0)
 
-    assert own_store.read(run).counts() == {"accepted": 4, "sealed": 4}
+    assert waited.value.retry_after_s is None
+    turn = facts(waited.value, WaitKind.NOT_ACKNOWLEDGED)
+    assert (turn["group"], turn["sample"], turn["turn"], turn["turns_waiting"]) == ("g#1", 0, 1, 1)
+    assert waited.value.reasons[0].sentence.startswith("turn 1 of g#1/0/0 is not acknowledged")
+    away = facts(waited.value, WaitKind.STORE_AWAY)
+    assert min(turn["silent_s"], away["since_s"]) > 0
+    assert "the store cannot be reached" in away["why"]
+    assert kinds(flushed.value)[:2] == [WaitKind.NOT_ACKNOWLEDGED, WaitKind.STORE_AWAY]
+    assert own_store.read(run).counts() == {"accepted": 1, "sealed": 1}
 
 
 def test_a_password_that_is_wrong_is_no_outage(own_store: Store) -> None:
@@ -239,37 +159,6 @@ def test_store_with_unsafe_sync_settings_receives_no_writes(
 def forcing_store(new_run: Callable[..., str]) -> Iterator[Store]:
     with EmbeddedServer(durability="fsync") as server, connect(server.url) as client:
         yield Store(server, client, new_run)
-
-
-def num_groups_of_writes(client: redis.Redis) -> int:
-    commands: Any = client.info("commandstats")
-    return commands.get("cmdstat_exec", {"calls": 0})["calls"]
-
-
-def append_side_by_side(client: redis.Redis, publisher: Publisher, *, num_turns: int) -> None:
-    """Append to eight trajectories while the store is paused, then seal them."""
-    episodes = [publisher.trajectory("g", sample, num_samples=8) for sample in range(8)]
-    for episode in episodes:
-        episode.append(ids("a"), ids("b")).result(10)
-    client.client_pause(60_000, all=False)
-    for number in range(2, num_turns + 1):
-        for episode in episodes:
-            episode.append(ids("a" * number), ids("b"))
-    client.client_unpause()
-    for episode in episodes:
-        episode.seal(1.0)
-
-
-def test_many_turns_become_few_writes_to_disk(forcing_store: Store) -> None:
-    run = forcing_store.new_run()
-
-    with Publisher(forcing_store.url, run) as publisher:
-        append_side_by_side(forcing_store.client, publisher, num_turns=40)
-
-    stored = forcing_store.read(run)
-    assert stored.counts() == {"accepted": 8, "sealed": 8}
-    assert [len(stored.spelled(key)) for key in stored.sealed()] == [40] * 8
-    assert 0 < num_groups_of_writes(forcing_store.client) < 40
 
 
 def test_full_store_takes_stored_seals_and_later_the_rest(forcing_store: Store) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import replace
 
 import pytest
 import redis
 
-from testkit import group, trajectory, turn
 from testkit.stores import Store
 from turnstream.errors import ConflictError
 from turnstream.generator import AsyncPublisher, Publisher, RewardOutcome, post_reward
@@ -127,16 +125,3 @@ def test_reward_is_posted_after_the_seal_by_another_process(store: Store) -> Non
     assert seal.awaits_reward
     assert posted == RewardPosted(key=key, reward_components={"accuracy": 0.5})
     assert store.read(run).counts() == {"accepted": 1, "sealed": 1}
-
-
-def test_a_whole_group_may_be_published_before_its_rewards(store: Store) -> None:
-    run = store.new_run()
-    members = [
-        replace(trajectory(turn("a", "B"), sample=sample, reward=None), awaits_reward=True)
-        for sample in (0, 1)
-    ]
-
-    with Publisher(store.url, run) as publisher:
-        publisher.publish(group("g", *members)).result(10)
-
-    assert store.read(run).counts() == {"accepted": 2, "awaiting_reward": 2}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,30 +14,14 @@ from testkit import group, ids
 from testkit.scripts import script
 from testkit.stores import Store
 from testkit.waiting import entered, finish
-from turnstream.errors import EndOfRunError, NotReadyError, PromptsExhaustedError, StoreBehindError
+from turnstream.errors import NotReadyError, StoreBehindError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.client import keys
-from turnstream.store.run.runs import close_run
 from turnstream.store.run.tasks import Prompt, add_prompts, read_prompt_counts
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
-
-
-# Prints the group that it is offered, and does not open it.
-OFFERED = """
-import sys
-import time
-from turnstream.store.client.connection import connect
-from turnstream.store.client.scripts import run_command
-from turnstream.store.run.tasks import next_task_command, parse_offer
-
-url, run = sys.argv[1:]
-with connect(url) as client:
-    print(parse_offer(run_command(client, next_task_command(run))).group.group_id, flush=True)
-    time.sleep(60)
-"""
 
 
 def give(client: redis.Redis, run: str, *uids: str, num_samples: int = 2) -> None:
@@ -117,28 +98,6 @@ def test_lost_reply_neither_loses_nor_doubles_a_task(
     assert read_prompt_counts(store.client, run).num_given == 2
 
 
-def test_offer_of_killed_generator_goes_to_the_next(store: Store) -> None:
-    run = store.new_run()
-    give(store.client, run, "a", "b")
-    program = [sys.executable, "-c", OFFERED, store.url, run]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
-        offered = process.stdout and process.stdout.readline().strip()
-        process.kill()
-
-    with Publisher(store.url, run) as publisher:
-        taken = []
-        for _ in range(2):
-            with publisher.next_task(10) as task:
-                taken.append(task.group_id)
-                for trajectory in task.trajectories:
-                    write(trajectory)
-
-    assert process.returncode == -signal.SIGKILL
-    assert offered == "a#1"
-    assert taken == ["a#1", "b#1"]
-    assert read_prompt_counts(store.client, run).num_given == 2
-
-
 async def test_each_prompt_goes_to_one_of_many_waiting_generators(store: Store) -> None:
     run = store.new_run()
 
@@ -183,21 +142,6 @@ def test_task_wait_ends_with_the_reason(store: Store) -> None:
             freeing.join()
 
     assert second.prompt_uid == "b"
-
-
-def test_exhausted_and_closed_runs_raise_their_own_errors(store: Store) -> None:
-    run = store.new_run()
-    give(store.client, run, "a")
-
-    with Publisher(store.url, run) as publisher:
-        with publisher.next_task(10):
-            pass
-        store.client.hset(store.read(run).keys.prompts, "done", 1)
-        with pytest.raises(PromptsExhaustedError, match="all 1 prompts of the run are done"):
-            publisher.next_task(0.05)
-        close_run(store.client, run)
-        with pytest.raises(EndOfRunError):
-            publisher.next_task(10)
 
 
 PastOf = Callable[[EmbeddedServer], Any]

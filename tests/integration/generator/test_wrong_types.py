@@ -239,27 +239,17 @@ def test_publisher_hides_the_password_of_a_wrong_url(run: str, url: Any) -> None
     assert "secret" not in str(error.value)
 
 
-@pytest.mark.parametrize("reason", NOT_A_TEXT[:5], ids=quoted)
-def test_abandon_refuses_a_reason_that_is_no_text(store: Store, run: str, reason: Any) -> None:
-    with (
-        Publisher(store.url, run) as publisher,
-        publisher.trajectory("r", 0, num_samples=1) as episode,
-    ):
-        with pytest.raises(InvalidTurnError, match=r"^reason: "):
-            episode.abandon(reason)
-        has_ended = episode.has_ended
-
-    assert not has_ended
-
-
-@pytest.mark.parametrize("sample", [None, "0", [], 1.0, True, -1, 2, ENDLESS], ids=quoted)
-def test_group_writer_refuses_a_sample_that_is_no_number(
-    store: Store, run: str, sample: Any
-) -> None:
+def test_writers_refuse_a_wrong_sample_and_a_wrong_reason(store: Store, run: str) -> None:
     with Publisher(store.url, run) as publisher, publisher.group("w", 2) as visit:
-        visit.trajectory(1)
-        with pytest.raises(InvalidTurnError, match=r"^sample: "):
-            visit.trajectory(sample)
+        episode = visit.trajectory(1)
+        for case in each("sample", [None, "0", [], 1.0, True, -1, 2, ENDLESS]):
+            with refused(case, InvalidTurnError):
+                visit.trajectory(case[1]["sample"])
+        for case in each("reason", NOT_A_TEXT[:5]):
+            with refused(case, InvalidTurnError):
+                episode.abandon(case[1]["reason"])
+
+        assert not episode.has_ended
 
 
 @pytest.mark.parametrize(
