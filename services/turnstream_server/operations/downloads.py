@@ -13,6 +13,7 @@ from turnstream_server.operations.checkpoint_paths import CheckpointPath
 from turnstream_server.operations.keys import download_key
 
 _TOKEN_BYTES: Final = 32
+_TOKEN_LENGTH: Final = 43  # characters of so many bytes in base64
 
 
 async def new_download(
@@ -27,8 +28,10 @@ async def new_download(
 
 async def read_download(client: redis.asyncio.Redis, token: str) -> tuple[str, CheckpointPath]:
     """Return owner and checkpoint of a token; RunNotFoundError if there is no such token."""
-    with translating():
-        stored = cast("bytes | None", await cast(Any, client.get(download_key(token))))
+    stored: bytes | None = None
+    if len(token) == _TOKEN_LENGTH:
+        with translating():
+            stored = cast("bytes | None", await cast(Any, client.get(download_key(token))))
     if stored is None:
         raise RunNotFoundError("the link is unknown or has expired: ask for a new one")
     owner, _, path = stored.decode().partition(" ")

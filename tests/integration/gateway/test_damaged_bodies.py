@@ -34,8 +34,8 @@ JSON: Final = "application/json"
 _JSON_HEADERS: Final = {"content-type": JSON}
 
 WRONG: Final = [
-    *(None, True, -1, 0.5, 2**31, 2**63, 10**400, float("nan"), 1e308, [2**50], [0, 2**62]),
-    *("", "\ud800", "a\0b", "x" * 3_000, [], [[]], {}, {"": None}),
+    *(None, True, -1, 0.5, 2**63, 10**400, float("nan"), [2**50]),
+    *("", "\ud800", "a\0b" + "x" * 3_000, [], {"": None}),
 ]
 """Values in place of each value of a valid body; the second text is half a surrogate pair."""
 
