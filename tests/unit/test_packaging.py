@@ -36,8 +36,8 @@ def modules_loaded_by(code: str) -> set[str]:
             {"torch", "pyarrow", "grpc", "redis", "httpx", "pydantic"},
         ),
         (
-            "import turnstream.generator",
-            {"torch", "pyarrow", "grpc", "pydantic", "turnstream_server"},
+            "import turnstream.generator, turnstream.service",
+            {"torch", "pyarrow", "grpc", "httpx2", "pydantic", "turnstream_server"},
         ),
         ("import turnstream_server.cli", {"torch", "pyarrow", "grpc", "transformers"}),
         ("import turnstream.worker", {"torch"}),
@@ -157,69 +157,74 @@ def _imported_by(source: str) -> set[str]:
     return {name.split(".")[0] for name in found}
 
 
+def run_python(code: str, *, cwd: Path | None = None) -> tuple[list[str], list[str]]:
+    """Return the lines that a fresh interpreter prints, and those of its errors."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+    return done.stdout.splitlines(), done.stderr.splitlines()
+
+
 WITHOUT = """
-import sys
-sys.modules[{package!r}] = None
-try:
-    {act}
-except Exception as error:
-    print(type(error).__name__, error)
+import sys, turnstream
+for package, act, _ in {cases}:
+    sys.modules[package] = None
+    try:
+        exec(act)
+    except Exception as error:
+        print(type(error).__name__, error)
+    del sys.modules[package]
 """
+ACTS = [
+    ("grpc", "import turnstream.worker", "turnstream[worker]"),
+    ("pyarrow", "from turnstream.worker import BatchStream", "turnstream[worker]"),
+    (
+        *("torch", "from turnstream.worker import PulledMiniBatch as P; P.to_torch(None)"),
+        "turnstream[torch]",
+    ),
+    ("httpx2", "turnstream.connect('http://host:7601')", "turnstream[http]"),
+    ("tinker", "turnstream.forward_backward_run(object(), run='demo')", "turnstream[tinker]"),
+]
+"""Packages, code that needs them, and what pip must install."""
 
 
-@pytest.mark.parametrize(
-    ("package", "act", "command"),
-    [
-        ("grpc", "import turnstream.worker", "turnstream[worker]"),
-        ("pyarrow", "from turnstream.worker import BatchStream", "turnstream[worker]"),
-        (
-            "torch",
-            "from turnstream.worker import PulledMiniBatch; PulledMiniBatch.to_torch(None)",
-            "turnstream[torch]",
-        ),
-    ],
-)
-def test_missing_package_names_the_command_that_installs_it(
-    package: str, act: str, command: str
-) -> None:
-    code = WITHOUT.format(package=package, act=act)
+def test_missing_package_names_the_command_that_installs_it() -> None:
+    said, _ = run_python(WITHOUT.format(cases=ACTS))
 
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-    assert done.stdout.startswith("MissingExtraError ")
-    assert f"needs the package {package}" in done.stdout
-    assert f"pip install '{command}'" in done.stdout
+    for line, (package, _, wanted) in zip(said, ACTS, strict=True):
+        assert line.startswith("MissingExtraError ")
+        assert f"needs the package {package}: pip install '{wanted}'" in line
 
 
-@pytest.mark.parametrize(
-    ("package", "arguments", "extra"),
-    [
-        ("tensorboard", ["serve", "trainer", "--tensorboard"], "tensorboard"),
-        ("wandb", ["serve", "trainer", "--wandb", "project"], "wandb"),
-        ("matplotlib", ["plot", "metrics.jsonl", "--out", "plot.png"], "plot"),
-    ],
-)
-def test_option_without_its_package_is_one_line_with_the_extra(
-    package: str, arguments: list[str], extra: str, tmp_path: Path
-) -> None:
+MAIN = """
+import sys
+from turnstream_server import cli
+for package, *words in {cases}:
+    sys.modules[package] = None
+    sys.argv = ["turnstream", *words]
+    try:
+        cli.main()
+    except SystemExit as ended:
+        print(ended.code)
+"""
+TRAINER = ["--run", "a", "--folder", "b", "--policy", "none.json", "--batcher", "c:1"]
+OPTIONS = [
+    ["tensorboard", "serve", "trainer", *TRAINER, "--tensorboard"],
+    ["wandb", "serve", "trainer", *TRAINER, "--wandb", "project"],
+    ["matplotlib", "plot", "metrics.jsonl", "--out", "plot.png"],
+]
+"""Packages, and commands with an option that needs them."""
+
+
+def test_option_without_its_package_is_one_line_with_the_extra(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    trainer = ["--run", "a", "--folder", "b", "--policy", "none.json", "--batcher", "c:1"]
-    words = ["turnstream", *arguments, *(trainer if "serve" in arguments else [])]
-    code = (
-        f"import sys; sys.modules[{package!r}] = None\n"
-        "from turnstream_server import cli\n"
-        f"sys.argv = {words!r}\n"
-        "cli.main()"
-    )
 
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    codes, said = run_python(MAIN.format(cases=OPTIONS), cwd=tmp_path)
 
-    assert done.returncode == 1
-    assert f"needs the package {package}: pip install 'turnstream-server[{extra}]'" in done.stderr
-    assert f"(in the repository: pip install '.[{extra}]')" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert codes == ["1"] * len(OPTIONS)
+    for line, (package, *_) in zip(said, OPTIONS, strict=True):
+        extra = "plot" if package == "matplotlib" else package
+        words = f"needs the package {package}: pip install 'turnstream-server[{extra}]'"
+        assert f"{words} (in the repository: pip install '.[{extra}]')" in line
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}
 
 

@@ -35,7 +35,6 @@ def test_calls_run_by_number_and_are_answered_at_once(api: Any, worker: CannedWo
 def test_refused_training_calls_use_up_their_numbers(api: Any):
     model = api.model()
     cases = [
-        ({"loss": "unknown"}, "loss 'unknown' is not one of"),
         ({"loss": "stable_reinforce"}, "'stable_reinforce' is not supported"),
         ({"token": 299}, "datum 0, target_tokens: token 1 is 300, .* has the ids 0 to 299"),
         ({"token": 300}, "datum 0, model_input: token 0 is 300"),
@@ -136,10 +135,7 @@ def test_other_calls_without_effect_use_up_their_numbers(api: Any, worker: Canne
     model = api.model()
     calls: list[tuple[str, dict[str, Any], str]] = [
         ("optim_step", {"adam_params": {"beta1": 2}}, "adam_params.beta1"),
-        ("optim_step", {"adam_params": {"amsgrad": True}}, "'amsgrad' is unknown; known: learning"),
-        ("optim_step", {"optimizer_params": {"type": "dimuon"}}, "'dimuon' is not supported"),
         ("save_weights", {"path": "a/b"}, "'/' is not allowed"),
-        ("save_weights_for_sampler", {}, "expected one of them"),
         ("save_weights_external", {"age_encryption_recipients": ["a"], "path": "a"}, "'a' is no "),
         ("load_weights", {"path": "tinker://S:train:0/weights/x"}, "there is no checkpoint"),
         ("load_weights", {"path": "tinker://S:train:0/sampler_weights/x"}, "save_weights"),
@@ -220,8 +216,6 @@ def test_numbers_that_no_client_sends_are_refused(api: Any):
         ({"max_tokens": 127}, "prompt has 2 tokens and max_tokens is 127: the context"),
         ({"tokens": (5, 300)}, "prompt: token 1 is 300"),
         ({"tokens": (1,) * 128, "max_tokens": None}, "prompt has 128 tokens"),
-        ({"tokens": ()}, "prompt is empty"),
-        ({"top_p": 0}, "top_p"),
         (
             {"num_samples": 4096, "max_tokens": None, "topk_sample_logprobs": 8},
             "4644866 values, expected at most 4194304: num_samples 4096 x max_tokens 126",

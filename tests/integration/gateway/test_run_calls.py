@@ -48,34 +48,30 @@ def test_call_on_a_run_has_a_native_route_and_a_form_for_the_sdk(
     assert worker.ran[-2:] == [f"{model}:1", f"{model}:2"]
 
 
-@pytest.mark.parametrize(
-    ("sent", "words"),
-    [
-        (sdk_call({"run": "no-run"}), "no run named 'no-run'"),
-        (sdk_call({"run": "RUN"}, loss="cispo"), "loss_fn 'cispo' is not supported on a run"),
-        (sdk_call({"run": "RUN", "beta": 1.0}), "loss_fn_config has 'beta'; ppo on a run has: run"),
-        (sdk_call({"run": "RUN", "clip_low_threshold": 1.1}), "is 1.1, expected 0 to 1"),
-        (sdk_call({"run": "RUN", "clip_high_threshold": "2"}), "is '2', expected 1 or more"),
-        (sdk_call({"run": "RUN"}, datums=2), "2 datums of 2 tokens, expected one datum of one"),
-        (sdk_call({"run": ""}), "run is empty"),
-        (sdk_call({"run": 1.0}), "setting 'run' is unknown"),
-    ],
-)
-def test_call_on_a_run_that_cannot_be_trained_is_refused(
-    api: Any, run: str, sent: dict[str, Any], words: str
-):
+REFUSED = [
+    (sdk_call({"run": "no-run"}), "no run named 'no-run'"),
+    (sdk_call({"run": "RUN"}, loss="cispo"), "loss_fn 'cispo' is not supported on a run"),
+    (sdk_call({"run": "RUN", "beta": 1.0}), "loss_fn_config has 'beta'; ppo on a run has: run"),
+    (sdk_call({"run": "RUN", "clip_low_threshold": 1.1}), "is 1.1, expected 0 to 1"),
+    (sdk_call({"run": "RUN", "clip_high_threshold": "2"}), "is '2', expected 1 or more"),
+    (sdk_call({"run": "RUN"}, datums=2), "2 datums of 2 tokens, expected one datum of one"),
+    (sdk_call({"run": ""}), "run is empty"),
+    (sdk_call({"run": 1.0}), "setting 'run' is unknown"),
+]
+
+
+def test_call_on_a_run_that_cannot_be_trained_is_refused(api: Any, run: str):
     model = api.model()
-    if sent["loss_fn_config"]["run"] == "RUN":
-        sent = {**sent, "loss_fn_config": {**sent["loss_fn_config"], "run": run}}
+    for number, (sent, words) in enumerate(REFUSED, 1):
+        named = sent["loss_fn_config"]["run"]
+        settings = sent["loss_fn_config"] | {"run": run if named == "RUN" else named}
+        content = {"forward_backward_input": sent | {"loss_fn_config": settings}}
+        submitted = api.answer("forward_backward", model_id=model, seq_id=number, **content)
 
-    submitted = api.answer(
-        "forward_backward", model_id=model, seq_id=1, forward_backward_input=sent
-    )
-    after = api.answer("forward_backward_run", model_id=model, seq_id=2, run=run)
-
-    failure = api.result(submitted["request_id"])
-    assert failure["category"] == "user"
-    assert words in failure["error"]
+        failure = api.result(submitted["request_id"])
+        assert failure["category"] == "user"
+        assert words in failure["error"]
+    after = api.answer("forward_backward_run", model_id=model, seq_id=len(REFUSED) + 1, run=run)
     assert api.result(after["request_id"])["run"] == run
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +17,6 @@ import torch
 from transformers import PreTrainedModel
 
 import testkit
-from testkit.forked import popen
 from testkit.gateway_thread import GatewayThread
 from testkit.stores import RunReader
 from testkit.training import make_engine
@@ -194,7 +191,7 @@ async def test_two_generators_above_capacity_do_not_block_each_other(
         for number, writer in enumerate(("one", "two"))
     ]
 
-    await _wait_for(lambda: run.count(TrajectoryState.SEALED) == 4 * 2)
+    await testkit.wait_until_async(lambda: run.count(TrajectoryState.SEALED) == 4 * 2)
 
     close_run(run.client, run.name)
     await asyncio.wait_for(asyncio.gather(*generators), timeout=60)
@@ -295,39 +292,23 @@ async def test_generator_without_weights_stops_at_its_deadline(live_run: LiveRun
 
 
 @pytest.mark.redis
-async def test_generator_over_http_plays_until_the_run_is_closed(live_run: LiveRun) -> None:
+async def test_generator_over_http_plays_until_the_run_is_closed(
+    live_run: LiveRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await live_run.announce(0, seed=1)
     key_file = live_run.folder / "key"
     key_file.write_text(create_key(live_run.client, live_run.name, roles=["produce"]))
-    words = ["serve", "generator", "--run", live_run.name, "--round", "2", "--threads", "1"]
-
-    def play(url: str) -> tuple[int, str]:
-        """Return the exit code and the log of a generator process that reaches a gateway alone."""
-        password_file = str(live_run.folder / "no password of a store")
-        variables = {"REDIS_URL": url, "REDIS_PASSWORD_FILE": password_file, "KEY_FILE": key_file}
-        process = popen(
-            [sys.executable, "-m", "turnstream_server.cli", *words],
-            env={**os.environ, **{f"TURNSTREAM_{k}": str(v) for k, v in variables.items()}},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-        def has_played() -> bool:
-            assert process.poll() is None, process.communicate()
-            return live_run.count(TrajectoryState.SEALED) >= 16
-
-        try:
-            testkit.wait_until(has_played, 120, describe="two groups")
-            close_run(live_run.client, live_run.name)
-            _, log = process.communicate(timeout=60)
-        finally:
-            process.kill()
-        return process.returncode, log
+    monkeypatch.setenv("TURNSTREAM_KEY_FILE", str(key_file))
 
     with GatewayThread(live_run.url, requires_key=True) as gateway:
-        code, log = await asyncio.to_thread(play, gateway.base_url)
+        config = replace(live_run.config(groups_per_round=2), redis_url=gateway.base_url)
+        generator = asyncio.create_task(generate(config))
+        await testkit.wait_until_async(
+            lambda: live_run.count(TrajectoryState.SEALED) >= 8, describe="two rounds"
+        )
+        close_run(live_run.client, live_run.name)
+        await asyncio.wait_for(generator, 60)
 
-    assert code == 0, log
     ledger = read_ledger(live_run.client, live_run.name)
     assert ledger.by_state[TrajectoryState.SEALED] == ledger.accepted
 
@@ -364,10 +345,3 @@ def _check_logprobs(model: PreTrainedModel, turns: Sequence[StoredTurn]) -> None
 def _equal(one: PreTrainedModel, other: PreTrainedModel) -> bool:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
-
-
-async def _wait_for(condition: Callable[[], bool]) -> None:
-    async def ask() -> bool:
-        return condition()
-
-    await testkit.wait_until_async(ask, 60.0, "the games")

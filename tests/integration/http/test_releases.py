@@ -97,21 +97,3 @@ def test_sdk_takes_the_replies_of_a_later_gateway_with_other_scripts(
     assert RunReader(client, run).counts() == {"accepted": 2, "sealed": 2}
     known: Any = client.script_exists(*[each.sha for each in scripts.values()])
     assert known == [True, True, True]
-
-
-def test_sdk_of_another_wire_is_refused_in_one_sentence(gateway: GatewayThread) -> None:
-    answer = httpx2.post(
-        f"{gateway.base_url}/v1/calls",
-        content=b"",
-        headers={"Content-Type": MEDIA_TYPE, HEADER: "2"},
-    )
-
-    assert answer.status_code == 400
-    assert answer.headers[HEADER] == "1"
-    assert answer.json()["detail"] == (
-        "Turnstream-Wire is '2', and this gateway knows 1: install the same release on both sides"
-    )
-    # The release before the wire sends Redis commands, and has words for a 404.
-    headers = {"Content-Type": "application/vnd.turnstream.commands"}
-    answer = httpx2.post(f"{gateway.base_url}/v1/store", content=b"*1\r\n", headers=headers)
-    assert answer.status_code == 404

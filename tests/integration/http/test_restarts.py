@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,6 @@ from testkit.gateway_thread import GatewayThread
 from testkit.stores import RunReader
 from turnstream.errors import StoreUnavailableError, WaitKind
 from turnstream.generator.requests import SCRIPTS
-from turnstream.generator.transport import sender
 from turnstream.store.client.addresses import address_of
 from turnstream.store.client.connection import connect
 from turnstream.types import GroupOpened, SealedTrajectory
@@ -25,7 +23,7 @@ from turnstream_server.keys.store import create_key
 
 pytestmark = pytest.mark.redis
 
-NUM_GROUPS = 60
+NUM_GROUPS = 12
 
 
 @pytest.fixture
@@ -73,7 +71,7 @@ def test_restarted_gateway_or_store_loses_nothing(
 ) -> None:
     with turnstream.connect(own_gateway.base_url) as service:
         thread, done = publish_in_thread(service.run(own_run), NUM_GROUPS)
-        for number in (15, 35):
+        for number in (3, 7):
             wait_until(lambda number=number: len(done) > number, describe="some groups")
             if restarted == "gateway":
                 own_gateway.stop()
@@ -178,33 +176,3 @@ def test_large_round_survives_a_gateway_that_cannot_look_up_its_key(
 
     with connect(own_server.url) as client:
         assert RunReader(client, own_run).states() == {"g/0/0": "sealed"}
-
-
-def test_stopping_gateway_ends_the_waits_that_it_holds(
-    own_server: EmbeddedServer,
-    own_client: redis.Redis,
-    new_run: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sender, "ASK_AGAIN_S", 25.0)
-    run_name = new_run(own_client, batch_groups=1, max_staleness=0, max_planned_ahead=0)
-    reader = RunReader(own_client, run_name)
-    with (
-        GatewayThread(own_server.url, shutdown_grace_s=30) as gateway,
-        turnstream.connect(gateway.base_url) as service,
-        service.run(run_name).publisher("w") as publisher,
-    ):
-        publisher.publish(group("g0")).result()
-        waiting = publisher.publish(group("g1"))
-        wait_until(lambda: gateway.num_requests == 1, describe="the held read")
-        began_s = time.monotonic()
-
-        gateway.stop()
-        stopped_s = time.monotonic() - began_s
-        gateway.start()
-
-        wait_until(lambda: gateway.num_requests == 1, describe="the next held read")
-        reader.frees_capacity(stepped=1)
-        waiting.result(30)
-
-    assert stopped_s < 8  # the read is held for 10 s

@@ -47,22 +47,16 @@ _TURN: dict[str, Any] = {
 
 WRONG_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": [-0.5]}, "logprobs", "has 1 values, response_ids has 2"),
-    ({"logprobs": [-0.5, 0.5]}, "logprobs", "0.5 at position 1 is not a finite number"),
     ({"logprobs": [-0.5, None]}, "logprobs", "are numbers"),
-    ({"logprobs": "high"}, "logprobs", "not one dimension"),
     ({"logprobs": [[-0.5], [-0.5]]}, "logprobs", "has the shape (2, 1)"),
-    ({"prompt_ids": []}, "prompt_ids", "is empty"),
     ({"prompt_ids": [1, 2.5]}, "prompt_ids", "are whole numbers, not float64"),
     ({"prompt_ids": [1, "2"]}, "prompt_ids", "are whole numbers"),
-    ({"prompt_ids": [1, -2]}, "prompt_ids", "-2 at position 1 is not a token id"),
-    ({"prompt_ids": [1, 2**31]}, "prompt_ids", "2147483648 at position 1 is not a token id"),
     ({"prompt_ids": [1, 10**400]}, "prompt_ids", "are whole numbers"),
     ({"prompt_ids": None}, "prompt_ids", "is missing"),
     ({"turn": None}, "turn", "is missing"),
     ({"turn": -1}, "turn", "greater than or equal to 0, got -1"),
     ({"response_ids": {"a": 1}}, "response_ids", "not one dimension"),
     ({"loss_mask": [1, 2]}, "loss_mask", "2 at position 1 is neither 0 nor 1"),
-    ({"loss_mask": [1]}, "loss_mask", "has 1 values"),
     ({"token_weights": [1, -1]}, "token_weights", "-1.0 at position 1"),
     ({"rewards": [1.0]}, "rewards", "has 1 values"),
     ({"reward": True}, "reward", "expected a valid number, got True"),
@@ -228,7 +222,6 @@ WRONG_COLUMNS: list[tuple[str, dict[str, Any], dict[str, pa.DataType], str]] = [
 WRONG_ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     ("trajectories", {"group_id": None}, "group_id", "is null"),
     ("trajectories", {"response_ids": None}, "response_ids", "is null"),
-    ("trajectories", {"logprobs": [-0.5]}, "logprobs", "has 1 values, response_ids has 2"),
     ("trajectories", {"prompt_ids": [-5]}, "prompt_ids", "-5 at position 0"),
     ("trajectories", {"sample": 7}, "sample", "7 in a group of 1"),
     ("trajectories", {"status": "done"}, "status", "'done' is not one of"),
@@ -236,7 +229,6 @@ WRONG_ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     ("turns", {"turn": None}, "turn", "is null"),
     ("turns", {"turn": -1}, "turn", "expected at least 0, got -1"),
     ("turns", {"reward": 1.0}, "seal", "is not true, and the row has reward"),
-    ("turns", {"seal": True, "status": "done"}, "status", "'done' is not one of"),
     ("groups", {"num_samples": None}, "num_samples", "is null"),
     ("groups", {"num_samples": 0}, "num_samples", "0"),
     ("groups", {"samples": [0, 2]}, "sample", "2"),
@@ -357,14 +349,14 @@ def test_idempotency_key_is_for_one_body(ingest: IngestClient) -> None:
     assert other.json()["field"] == "Idempotency-Key"
 
 
-@pytest.mark.parametrize("route", ["groups", "turns", "trajectories"])
-def test_examples_of_the_openapi_document_are_accepted(ingest: IngestClient, route: str) -> None:
+def test_examples_of_the_openapi_document_are_accepted(ingest: IngestClient) -> None:
     document = ingest.http.get("openapi.json").json()
-    described = document["paths"][f"/runs/{{run}}/{route}"]["post"]
-    content = described["requestBody"]["content"]["application/json"]
+    for route in ("groups", "turns", "trajectories"):
+        described = document["paths"][f"/runs/{{run}}/{route}"]["post"]
+        content = described["requestBody"]["content"]["application/json"]
 
-    response = ingest.http.post(f"runs/{ingest.run}/{route}", json=content["example"])
+        response = ingest.http.post(f"runs/{ingest.run}/{route}", json=content["example"])
 
-    assert {each["status"] for each in results_of(response)} == {201}
-    assert "example" in described["responses"]["200"]["content"]["application/json"]
-    assert content["schema"]["properties"]["items"]["items"]["properties"]["group_id"]
+        assert {each["status"] for each in results_of(response)} == {201}, route
+        assert "example" in described["responses"]["200"]["content"]["application/json"]
+        assert content["schema"]["properties"]["items"]["items"]["properties"]["group_id"]

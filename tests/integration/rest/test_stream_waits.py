@@ -10,7 +10,6 @@ import pytest
 import redis
 
 from testkit import wait_until_async
-from turnstream.errors import UnavailableError
 from turnstream.store.client import keys
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway import stream_waits
@@ -51,22 +50,6 @@ def begin(waits: StreamWaits, known: str, stream: str = STREAM) -> asyncio.Task[
 async def promptly(*waiting: Awaitable[None]) -> None:
     async with asyncio.timeout(PROMPTLY_S):
         await asyncio.gather(*waiting)
-
-
-async def test_waiters_of_many_streams_share_one_connection(
-    waits: StreamWaits, client: redis.Redis
-) -> None:
-    streams = [keys.run_keys(f"waits-{number}").versions for number in range(50)]
-    waiting = [begin(waits, "0-0", stream) for stream in streams * 4]
-    await wait_until_async(lambda: waits.num_waiters == len(waiting))
-    await until_blocked(client)
-
-    for stream in streams:
-        add(client, "1-0", stream)
-    await promptly(*waiting)
-
-    assert waits.num_waiters == 0
-    client.delete(*streams)
 
 
 async def test_stream_that_is_added_later_is_read_at_once(
@@ -132,16 +115,6 @@ async def test_streams_without_waiters_are_dropped(
     waiting = begin(waits, "0-0")
     add(client, "1-0")
     await promptly(waiting)
-
-
-async def test_waits_end_when_they_are_closed(waits: StreamWaits, client: redis.Redis) -> None:
-    waiting = begin(waits, "0-0")
-    await until_blocked(client)
-    waits.close()
-
-    for each in (waiting, begin(waits, "0-0")):
-        with pytest.raises(UnavailableError, match="the gateway stops"):
-            await each
 
 
 async def _has_timed_out(waits: StreamWaits, *, known: str) -> bool:

@@ -192,8 +192,11 @@ def test_close_cancels_a_waiting_get_and_wakes_its_reader(batcher: Any) -> None:
     assert prefetch_threads() == []
 
 
-@pytest.mark.parametrize("end", [BatchStream.close, lambda stream: None], ids=["close", "drop"])
-@pytest.mark.parametrize("max_prefetch_bytes", [1 << 30, 1])  # the thread waits for data, or space
+@pytest.mark.parametrize(
+    ("end", "max_prefetch_bytes"),
+    [(BatchStream.close, 1 << 30), (lambda stream: None, 1)],  # the thread waits for data, or space
+    ids=["close", "drop"],
+)
 def test_closed_or_dropped_stream_leaves_no_thread_or_socket(
     batcher: Any, end: Any, max_prefetch_bytes: int
 ) -> None:

@@ -129,16 +129,6 @@ async def test_weights_of_appended_tokens_are_those_of_the_loss(trained: Any) ->
             assert mean.item() == pytest.approx(slow_mean(mode), rel=1e-6), mode
 
 
-async def test_weights_of_one_change_nothing(trained: Any) -> None:
-    logprobs, ones = {"logprobs": [-0.5, -1.0]}, {"token_weights": [1.0, 1.0]}
-
-    _, bare = await trained(*[[("ab", "cd", logprobs)]] * 2)
-    _, weighted = await trained(*[[("ab", "cd", logprobs | ones)]] * 2)
-
-    assert weighted.rows.token_weights is None
-    testkit.assert_same(weighted.rows, bare.rows)
-
-
 async def test_every_turn_has_its_own_advantage_in_layouts_and_command(
     trained: Any, server: Any
 ) -> None:

@@ -18,24 +18,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 
 import turnstream
 from testkit import config, group, trajectory, wait_until
-from testkit.batchers import BatcherThread
 from testkit.processes import batcher_process, frozen
 from turnstream.errors import UnavailableError, WaitKind
 from turnstream.generator import Publisher
 from turnstream.store.client.connection import connect
-from turnstream.store.run.runs import create_run, newest_version
+from turnstream.store.run.runs import create_run
 from turnstream.types import Turn
 from turnstream.worker import BatchStream, ObserverStream
 from turnstream.worker._replicas import KEEPALIVE_EVERY_S, KEEPALIVE_WITHIN_S
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.ledger.core.frontier import Frontier, read_frontier
-from turnstream_server.models.spec import SmallModelSpec
-from turnstream_server.trainer.config import TrainerConfig
-from turnstream_server.trainer.service import train
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]
 
@@ -128,13 +123,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield Pair(server, *replicas)
 
 
-@pytest.mark.parametrize("scheme", ["", "ipv4:"])
-def test_waiting_get_continues_with_the_other_replica(pair: Pair, scheme: str) -> None:
+def test_waiting_get_continues_with_the_other_replica(pair: Pair) -> None:
     # A trainer stayed with a frozen replica for 150 s and more, although another one was healthy:
     # its new channel got the connection of the old one.
-    run = pair.create_run(f"waiting {scheme}")
+    run = pair.create_run("waiting")
     pair.publish(run, "g1")
-    with BatchStream(scheme + pair.target, run, timeout_s=TIMEOUT_S) as stream:
+    with BatchStream(f"ipv4:{pair.target}", run, timeout_s=TIMEOUT_S) as stream:
         trained = [identity(next(stream))]
         stream.stepped()
 
@@ -168,46 +162,21 @@ def test_half_received_batch_continues_with_the_other_replica(pair: Pair) -> Non
     assert num_damaged == 0
 
 
-def test_session_begins_with_the_other_replica(pair: Pair) -> None:
-    run = pair.create_run("start")
-    pair.publish(run, "g1")
-
-    with (
-        pair.first.frozen(),
-        BatchStream(pair.target, run, timeout_s=TIMEOUT_S) as stream,
-    ):
-        trained = [identity(next(stream))]
-
-    assert trained == pair.content(run, 1)
-    assert pair.frontier(run).session_epoch == 1
-
-
-@pytest.mark.parametrize("acknowledges", ["stepped", "committed", "announce_version"])
-def test_acknowledgements_continue_with_the_other_replica(pair: Pair, acknowledges: str) -> None:
-    run = pair.create_run(f"acknowledged {acknowledges}")
+def test_acknowledgement_continues_with_the_other_replica(pair: Pair) -> None:
+    run = pair.create_run("acknowledged")
     pair.publish(run, "g1", "g2")
     with BatchStream(pair.target, run, timeout_s=TIMEOUT_S) as stream:
         next(stream)
-        token = None if acknowledges == "stepped" else stream.stepped()
 
         with pair.first.frozen():
-            match acknowledges:
-                case "stepped":
-                    token = stream.stepped()
-                case "committed":
-                    stream.committed(str(token))
-                case _:
-                    stream.announce_version(1)
+            token = stream.stepped()
+            stream.committed(token)
             second = next(stream)
         stream.stepped()
 
     frontier = pair.frontier(run)
-    with connect(pair.server.url) as client:
-        version = newest_version(client, run)
-    assert token is not None
-    assert (token.step, second.info.step, frontier.stepped) == (1, 2, 2)
-    assert frontier.committed == (acknowledges == "committed")
-    assert (version is not None) == (acknowledges == "announce_version")
+    assert (token.step, second.info.step) == (1, 2)
+    assert (frontier.stepped, frontier.committed) == (2, 1)
 
 
 def ending(call: Callable[[], object]) -> UnavailableError:
@@ -282,32 +251,3 @@ def test_waiting_worker_finds_a_batcher_at_another_address(
             assert len(list(step)) == 1
             assert step.done()
             batches.close()
-
-
-def test_trainer_finds_a_batcher_at_another_address(
-    service: turnstream.Service, tmp_path: Path
-) -> None:
-    torch.set_num_threads(1)
-    run = service.create_run("moves", batch_groups=1)
-    config = TrainerConfig(
-        run=run.name,
-        redis_url=service.url,
-        folder=tmp_path / "trainer",
-        small_model=SmallModelSpec(vocab_size=128, hidden_size=16, num_layers=1),
-        learning_rate=1e-2,
-        timeout_s=120.0,
-        max_steps=2,
-    )
-    metrics = tmp_path / "trainer/metrics.jsonl"
-    first, second = (BatcherThread(service.url) for _ in range(2))
-    with ThreadPoolExecutor() as pool:
-        with first:
-            publish(run)
-            training = pool.submit(train, config)
-            wait_until(lambda: metrics.exists() and metrics.read_text(), 60, describe="step 1")
-        with second:
-            publish(run)
-            training.result(100)
-
-    assert second.target != first.target
-    assert len(metrics.read_text().splitlines()) == 2

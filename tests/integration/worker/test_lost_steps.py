@@ -204,27 +204,6 @@ def test_waiting_trainer_continues_after_the_store_lost_its_step(
     assert read_frontier(client, RUN).stepped == 2
 
 
-def test_trainer_with_queued_batches_continues_after_the_store_lost_its_step(
-    server: EmbeddedServer, client: redis.Redis, start_batcher: Any, past_of: PastOf
-) -> None:
-    create(client, RUN, max_planned_ahead=1)
-    target = start_batcher().target
-    publish(server.url, RUN, "g0", "g1")
-
-    with BatchStream(target, RUN) as stream:
-        next(stream)
-        wait_until(lambda: stream.statistics().queued_mini_batches, describe="step 2")
-        past = past_of(server)
-        stream.stepped()
-        next(stream)
-        past.come_back()
-        token = stream.stepped()
-        stream.committed(token)
-
-    frontier = read_frontier(client, RUN)
-    assert (token.step, frontier.stepped, frontier.committed) == (2, 2, 2)
-
-
 # ------------------------------------------------------------------ runs of one name
 
 REFUSALS = (RunNotFoundError, FencedError, StoreBehindError)

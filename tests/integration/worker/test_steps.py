@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,7 +43,7 @@ def run(service: Any, start_batcher: Callable[[], Any]) -> turnstream.Run:
 def publish(run: turnstream.Run, num_steps: int, *, first: int = 0) -> None:
     with run.publisher() as publisher:
         for number in range(2 * first, 2 * (first + num_steps)):
-            publisher.publish(group(f"g{number}"))
+            publisher.publish(group(f"g{number}", trajectory(turn("ab", "CD", version=7))))
 
 
 def frontier(run: turnstream.Run, server: Any) -> Any:
@@ -172,60 +169,37 @@ def test_batcher_whose_lease_has_ended_is_not_listed(server: Any) -> None:
         assert list_batchers(client) == ["10.0.0.2:7600"]
 
 
-TRAINER = """
-import sys, pathlib, torch, torch.distributed as dist, turnstream
-
-dist.init_process_group("gloo")
-path = pathlib.Path(sys.argv[1]) / f"state-{dist.get_rank()}"
-run = turnstream.connect().run("torchrun")
-with run.batches(path.read_text() if path.exists() else None) as batches:
-    for step in batches:
-        for mini_batch in step:
-            trained = mini_batch.to_torch().loss_mask_BR.sum()
-            dist.all_reduce(trained)
-            assert trained == mini_batch.denominators.num_tokens
-        assert dist.get_rank() == 0 or "staleness" not in step.metrics
-        path.write_text(step.done())
-        ages = path.with_name(f"ages-{dist.get_rank()}").open("a")
-        print(step.number, step.metrics.get("staleness"), file=ages, flush=True)
-        if dist.get_rank() == 0:
-            batches.announce_version(10 + step.number)
-        step.commit()
-        if step.number == int(sys.argv[2]):
-            break
-"""
-
-
-def train(folder: Path, url: str, *, until: int) -> None:
-    script = folder / "trainer.py"
-    script.write_text(TRAINER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    subprocess.run(
-        [*command, script, folder, str(until)],
-        env={**os.environ, "TURNSTREAM_REDIS_URL": url, "OMP_NUM_THREADS": "1"},
-        check=True,
-        timeout=240,
-    )
-
-
-@pytest.mark.slow
-def test_two_ranks_train_and_resume_without_barrier_or_session_name(
-    server: Any, service: Any, start_batcher: Callable[[], Any], tmp_path: Path
+def test_ranks_of_torchrun_resume_without_a_session_name(
+    run: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Takes more than 5 s: torchrun starts two ranks twice, each of which imports torch."""
-    start_batcher()
-    run = service.create_run("torchrun", batch_groups=2, max_staleness=20)
-    with run.publisher() as publisher:
-        for number in range(6):
-            sampled = turn("ab", "CD", version=7)
-            publisher.publish(group(f"g{number}", trajectory(sampled)))
+    publish(run, 3)
     run.close()
+    states: list[str | None] = [None, None]
+    ages: list[list[tuple[int, float | None]]] = [[], []]
 
-    train(tmp_path, server.url, until=2)
-    train(tmp_path, server.url, until=99)
+    def train(batches: Any, rank: int, until: int) -> None:
+        for step in batches:
+            trained(step)
+            assert rank == 0 or "staleness" not in step.metrics
+            states[rank] = step.done()
+            ages[rank].append((step.number, step.metrics.get("staleness")))
+            if rank == 0:
+                batches.announce_version(10 + step.number)
+            step.commit()
+            if step.number == until:
+                return
+
+    for start, until in enumerate((2, 99)):
+        variables = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_RESTART_COUNT": start}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+        with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
+            ranks: list[Any] = []
+            for rank in range(2):
+                monkeypatch.setenv("RANK", str(rank))
+                ranks.append(stack.enter_context(run.batches(states[rank])))
+            list(pool.map(train, ranks, range(2), [until] * 2))
 
     assert (frontier(run, server).stepped, frontier(run, server).committed) == (3, 3)
-    states = {(tmp_path / f"state-{rank}").read_text() for rank in range(2)}
-    assert len(states) == 1
-    ages = [(tmp_path / f"ages-{rank}").read_text().splitlines() for rank in range(2)]
-    assert ages[0] == ages[1] == ["1 None", "2 4", "3 5"]  # 11 and 12 - 7
+    assert states[0] == states[1]
+    assert ages == [[(1, None), (2, 4), (3, 5)]] * 2  # 11 and 12 - 7

@@ -104,19 +104,3 @@ def test_stream_warns_of_an_address_without_a_batcher(caplog: pytest.LogCaptureF
     [warning] = warnings(caplog)
     assert "the beginning of a trainer session is not acknowledged" in warning
     assert f"127.0.0.1:{port}" in warning
-
-
-def test_short_wait_leaves_no_warning(
-    run: Any,
-    start_batcher: Callable[[], Any],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(wait_warnings, "FIRST_S", 300.0)
-    start_batcher()
-    with run.publisher() as publisher:
-        publisher.publish(group("g0")).result(30)
-    with run.batches() as batches:
-        next(batches)
-
-    assert warnings(caplog) == []

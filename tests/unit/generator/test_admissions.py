@@ -38,13 +38,6 @@ def waits_reply() -> list[Any]:
     return [word for name, part in parts.items() for word in (name.encode(), part)]
 
 
-def kinds(opened: PendingWrite) -> list[str]:
-    """The reasons with which a wait for admission ended, for programs."""
-    (error,) = opened.errors.values()
-    assert isinstance(error, NotReadyError)
-    return [reason.kind for reason in error.reasons]
-
-
 def refused(**limits: Any) -> tuple[OutboxDriver, TrajectoryQueue, PendingWrite]:
     """Return an outbox with a group that was refused, and waits for a minute."""
     driver, opened = OutboxDriver(admission_timeout_s=60.0, **limits), PendingWrite()
@@ -86,20 +79,6 @@ def test_refused_group_waits_until_it_is_woken() -> None:
     assert driver.outbox.inflight.statistics().num_waits == 2
 
 
-def test_admission_wait_ends_by_its_deadline() -> None:
-    driver, _, opened = refused()
-
-    driver.skip_pause()
-    asked_s, asked = driver.now_s, driver.answer(ResponseError("ERR no answer to that"))
-    driver.skip_pause()
-    driver.take()
-
-    assert (asked_s, driver.script_names(asked)) == (pytest.approx(159.0), ["read_waits"])
-    assert driver.now_s == pytest.approx(160.0)
-    with pytest.raises(NotReadyError, match="group g: no admission within 60 s: the planner"):
-        opened.raise_error()
-
-
 def test_admission_wait_ends_by_its_deadline_while_the_store_is_away() -> None:
     driver, _, opened = refused(timeout_s=600.0)
 
@@ -132,20 +111,6 @@ def test_one_answer_serves_several_refused_groups() -> None:
 
     assert asked_s == pytest.approx([159.0, 165.0])
     assert driver.now_s == pytest.approx(166.0)
-
-
-def test_short_admission_wait_reads_its_reasons_at_once() -> None:
-    driver = OutboxDriver(admission_timeout_s=0.5)
-    opened = PendingWrite()
-    driver.request(opened=opened)
-
-    driver.answer(ResponseError("WAIT [7-0] no capacity"))
-    sent = driver.answer(waits_reply())
-    driver.skip_pause()
-    driver.take()
-
-    assert driver.script_names(sent) == ["read_waits"]
-    assert kinds(opened) == [WaitKind.NO_ADMISSION, WaitKind.RUN_PAUSED]
 
 
 def test_answer_from_before_a_wait_is_not_its_reason() -> None:

@@ -117,36 +117,31 @@ def test_values_at_masked_positions_become_zero_unread(wrong: float) -> None:
     "mask",
     [[0, 1], [False, True], np.array([0, 1], np.int64), np.array([0.0, 1.0]), torch.tensor([0, 1])],
 )
-def test_masks_of_every_kind_become_uint8(mask: Any) -> None:
-    loss_mask = check(loss_mask=mask).loss_mask
+def test_masks_of_every_kind_become_uint8_without_weights(mask: Any) -> None:
+    turn = check(loss_mask=mask)
 
-    assert loss_mask is not None
-    assert loss_mask.dtype == np.uint8
-    assert loss_mask.tolist() == [0, 1]
+    assert turn.loss_mask is not None
+    assert (turn.loss_mask.tolist(), turn.loss_mask.dtype) == ([0, 1], np.uint8)
+    assert turn.token_weights is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("has_graph", [True, False])
-def test_case_8_rewards_of_a_reward_model_leave_their_graph(
-    dtype: torch.dtype, has_graph: bool
-) -> None:
-    # So does the reference, though the text of its pull request says otherwise.
-    rewards = torch.tensor([1.0, -0.5], dtype=dtype, requires_grad=has_graph)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        *(torch.tensor([1, 0.5], dtype=dtype, requires_grad=True) for dtype in FLOATS),
+        *(torch.tensor([1, 0.5]), [1, 0.5], [True, 0.5]),
+    ],
+)
+def test_case_8_rewards_become_float32_and_leave_their_graph(rewards: Any) -> None:
+    # So do those of the reference, though the text of its pull request says otherwise.
     turn = check(rewards=rewards)
 
     assert turn.rewards is not None
-    assert (turn.rewards.tolist(), turn.rewards.dtype) == ([1.0, -0.5], np.float32)
-    assert group_checks.checked_reward(rewards[1]) == -0.5
-
-
-@pytest.mark.parametrize("rewards", [[1, 0], [True, False], torch.tensor([1, 0])])
-def test_case_8_whole_rewards_become_float32(rewards: Any) -> None:
-    # As in the reference.
-    turn = check(rewards=rewards)
-
-    assert turn.rewards is not None
-    assert (turn.rewards.tolist(), turn.rewards.dtype) == ([1.0, 0.0], np.float32)
+    assert (turn.rewards.tolist(), turn.rewards.dtype) == ([1.0, 0.5], np.float32)
+    assert group_checks.checked_reward(rewards[1]) == 0.5
 
 
 @pytest.mark.parametrize("rewards", [0.5, np.array(0.5), torch.tensor(0.5), [[1.0, 0.0]]])
@@ -189,11 +184,6 @@ def test_case_8_a_fractional_mask_is_a_mask_and_weights(kind: Any) -> None:
     assert (turn.loss_mask.tolist(), turn.loss_mask.dtype) == ([1, 1, 0], np.uint8)
     assert (turn.token_weights.tolist(), turn.token_weights.dtype) == ([0.25, 1, 0], np.float32)
     assert turn.logprobs.tolist() == [-1, -2, 0]
-
-
-def test_mask_of_zeros_and_ones_has_no_weights() -> None:
-    for mask in ([0, 1], [0.0, 1.0], np.array([0, 1], np.uint8), [False, True]):
-        assert check(loss_mask=mask).token_weights is None
 
 
 @pytest.mark.parametrize(

@@ -81,14 +81,10 @@ def test_turn_and_seal_contain_the_anchor() -> None:
     assert (said.anchor, unsaid.anchor) == (anchor_hash("room 3"), None)
     assert seal(made).anchors == (anchor_hash("room 3"), None)
     assert seal(draft(turn("ab", "C"))).anchors == ()
-
-
-def test_another_anchor_is_another_turn() -> None:
     same, again, other = (
         TrajectoryDraft(KEY).add(turn("ab", "C", anchor=anchor)).record
         for anchor in ("room 3", b"room 3", "room 4")
     )
-
     assert same == again
     assert same[-4:] != other[-4:]
 
@@ -108,12 +104,6 @@ def test_the_seal_sums_the_turns_up() -> None:
     assert list(sealed.reward_components.items()) == [("a", 2.0), ("b", 1.0)]
     assert sealed.status is Status.TRUNCATED
     assert sealed.has_logprobs
-
-
-def test_seal_has_the_requested_epoch() -> None:
-    made = draft(turn("ab", "C"))
-
-    assert [seal(made, epoch).lease_epoch for epoch in (1, 5)] == [1, 5]
 
 
 def test_versions_count_only_where_they_sampled_a_trained_token() -> None:
@@ -272,14 +262,6 @@ def test_draft_continues_a_turn_without_items_of_the_shared_prompt() -> None:
     assert seal(resumed) == seal(whole)
 
 
-def test_adopted_trajectory_is_sealed_with_its_original_states() -> None:
-    turns = [turn("ab", "C", anchor="room 3"), turn("abc", "D", anchor=7)]
-    resumed = resume([draft().add(turns[0]).record])
-    resumed.add(turns[1])
-
-    assert seal(resumed) == seal(draft(*turns))
-
-
 def test_draft_continues_stored_rows_with_any_links() -> None:
     # Turn 1 is stored whole, as by a client that finds no prefixes: row 0 has no second turn.
     resumed = TrajectoryDraft(KEY)
@@ -291,35 +273,24 @@ def test_draft_continues_stored_rows_with_any_links() -> None:
     assert links == [(0, 3), (1, 5)]
 
 
-def test_group_is_drafted_with_anchors_and_a_wrong_one_is_located() -> None:
-    def drafted(anchor: Any) -> SealedTrajectory:
-        turns = (turn("a", "B", anchor="room 3"), turn("ab", "C", anchor=anchor))
-        (made,) = draft_group(group("g", trajectory(*turns))).trajectories
-        event = decode_event(made.seal.make(1))
-        assert isinstance(event, SealedTrajectory)
-        return event
-
-    assert drafted(b"x").anchors == (anchor_hash("room 3"), anchor_hash("x"))
-    with pytest.raises(
-        InvalidTurnError, match=r"trajectories\[0\]\.turns\[1\]\.anchor: 0\.5 is not"
-    ):
-        drafted(0.5)
-
-
 def test_a_group_is_drafted_in_order_and_its_errors_say_where() -> None:
-    members = [trajectory(sample=1), trajectory(turn("a", "B"), turn("ab", "C"), sample=0)]
+    turns = [turn("a", "B", anchor="room 3"), turn("ab", "C")]
 
-    drafted = draft_group(group("g", *members)).trajectories
+    drafted = draft_group(group("g", trajectory(sample=1), trajectory(*turns))).trajectories
 
     assert [made.key.sample for made in drafted] == [0, 1]
     assert [len(made.turns) for made in drafted] == [2, 1]
     assert drafted[0].seal.merged_tokens == 3
-    with pytest.raises(InvalidTurnError, match=r"trajectories\[0\]\.reward: nan is not finite"):
-        draft_group(group("g", trajectory(reward=float("nan"))))
-    with pytest.raises(
-        InvalidTurnError, match=r"trajectories\[0\]\.turns\[1\]\.prompt_ids: is empt"
+    event = decode_event(drafted[0].seal.make(1))
+    assert isinstance(event, SealedTrajectory)
+    assert event.anchors == (anchor_hash("room 3"), None)
+    for wrong, message in (
+        (trajectory(reward=float("nan")), r"reward: nan is not finite"),
+        (trajectory(turns[0], turn("", "C")), r"turns\[1\]\.prompt_ids: is empt"),
+        (trajectory(turns[0], turn("ab", "C", anchor=0.5)), r"turns\[1\]\.anchor: 0\.5 is not"),
     ):
-        draft_group(group("g", trajectory(turn("a", "B"), turn("", "C"))))
+        with pytest.raises(InvalidTurnError, match=rf"trajectories\[0\]\.{message}"):
+            draft_group(group("g", wrong))
 
 
 def test_turn_beyond_the_limit_of_a_seal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,22 +122,6 @@ def test_lost_heartbeat_is_repeated_after_the_pause() -> None:
     assert driver.take() is None
 
 
-def test_lost_trajectory_names_its_owner_and_others_continue() -> None:
-    driver = OutboxDriver()
-    one, other = driver.open_queues(2)
-    driver.skip_pause()
-    waiting = driver.append(one)
-
-    driver.answer(1, [30_000, b"FENCED g/0/0 was adopted by x with epoch 2", b"OK"])
-
-    assert not waiting.errors  # the store took it before it was asked
-    for write in (lambda: driver.append(one), lambda: driver.seal(one)):
-        with pytest.raises(FencedError, match="g/0/0 was adopted by x with epoch 2"):
-            write()
-    assert not driver.append(other).errors
-    assert driver.outbox.tracker.heartbeats.num_open == 1
-
-
 def test_refused_heartbeat_of_a_deleted_run_fails_its_trajectories() -> None:
     # A generator that plays on for hours must not write into another run of the same name.
     driver = OutboxDriver()

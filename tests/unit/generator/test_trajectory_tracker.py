@@ -13,8 +13,6 @@ from turnstream.generator.outbox.receipts import PendingWrite
 from turnstream.store.run.budget import FIRST_BYTES, with_block
 from turnstream.types import TrajectoryKey
 
-KEYS = [TrajectoryKey("g", sample) for sample in range(3)]
-
 
 def test_turns_that_wait_travel_in_one_call_with_the_seal() -> None:
     driver, queue = driver_with_queue()

@@ -90,13 +90,6 @@ def test_aggregate_refuses_a_mode_without_a_denominator(
     assert f"aggregation={mode!r}" in caught.value.message
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_mini_batch_without_trained_tokens_has_a_loss_of_0(mode: Any) -> None:
-    part = tensors_of(["00", "0"], length_constant=8)
-
-    assert aggregate(torch.ones(2, 2), part, mode=mode, denominators=part.denominators).item() == 0
-
-
 _texts = st.from_regex(r"[a-c]\|[a-c]{1,2}[a-cA-C]{0,5}", fullmatch=True)
 
 
