@@ -35,6 +35,7 @@ from turnstream.types import (
     VersionAnnounced,
 )
 from turnstream.types.names import RunId
+from turnstream_server.bootstrap import generator_url, wait_for_run
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.generators import live
 from turnstream_server.generators.config import LiveGeneratorConfig
@@ -46,6 +47,9 @@ from turnstream_server.ledger.sessions.session_writes import TrainerRank
 from turnstream_server.ledger.sessions.sessions import announce_version, start_session
 from turnstream_server.models.policy import load_policy, save_policy
 from turnstream_server.models.spec import SmallModelSpec
+from turnstream_server.observed import run_check
+from turnstream_server.settings import Settings
+from turnstream_server.telemetry.checks import store_check
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.publishing import WeightsPublisher
 from turnstream_server.trainer.weights_server import serve_weights
@@ -299,9 +303,14 @@ async def test_generator_over_http_plays_until_the_run_is_closed(
     key_file = live_run.folder / "key"
     key_file.write_text(create_key(live_run.client, live_run.name, roles=["produce"]))
     monkeypatch.setenv("TURNSTREAM_KEY_FILE", str(key_file))
+    monkeypatch.setenv("TURNSTREAM_REDIS_PASSWORD_FILE", str(live_run.folder / "of the store"))
 
     with GatewayThread(live_run.url, requires_key=True) as gateway:
-        config = replace(live_run.config(groups_per_round=2), redis_url=gateway.base_url)
+        url = generator_url(Settings(), gateway.base_url)  # the missing file is not read
+        assert store_check(url, durability="everysec")() == ""
+        assert run_check(url, live_run.name)() == ""
+        wait_for_run(url, live_run.name, timeout_s=5.0)
+        config = replace(live_run.config(groups_per_round=2), redis_url=url)
         generator = asyncio.create_task(generate(config))
         await testkit.wait_until_async(
             lambda: live_run.count(TrajectoryState.SEALED) >= 8, describe="two rounds"

@@ -43,7 +43,7 @@ def publish_in_thread(run: turnstream.Run, num_groups: int) -> tuple[threading.T
     done: list[Any] = []
 
     def publish() -> None:
-        with run.publisher("w") as publisher:
+        with run.publisher("w", keep_s=1.0) as publisher:
             for number in range(num_groups):
                 publisher.publish(group(f"g{number}")).result(60)
                 done.append(number)
