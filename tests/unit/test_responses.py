@@ -157,14 +157,8 @@ def test_outputs_without_own_indices_are_named_by_position(index: Any) -> None:
     ("changes", "message"),
     [
         ({"token_ids": None}, r"^outputs\[0\]\.token_ids: is missing"),
-        (
-            {"logprobs": None},
-            r"^outputs\[0\]\.logprobs: is missing: .*SamplingParams\(logprobs=0\)",
-        ),
-        (
-            {"logprobs": candidates(RESPONSE[1:], LOGPROBS[1:])},
-            r"^outputs\[0\]\.logprobs: has 2 values, .*token_ids has 3; .*or FINAL_ONLY",
-        ),
+        ({"logprobs": None}, r"^outputs\[0\]\.logprobs: is missing: .*SamplingParams\(logprobs=0"),
+        ({"logprobs": candidates(RESPONSE[1:], LOGPROBS[1:])}, r"logprobs: has 2 values, .*has 3"),
         (
             {"logprobs": [*candidates(RESPONSE[:2], LOGPROBS[:2]), {7: Logprob(-1.0)}]},
             r"^outputs\[0\]\.logprobs\[2\]: is missing: token 151645 has none",
@@ -172,7 +166,7 @@ def test_outputs_without_own_indices_are_named_by_position(index: Any) -> None:
         ({"logprobs": [None] * 3}, r"^outputs\[0\]\.logprobs\[0\]: is missing: token 19 has none"),
         (
             {"logprobs": candidates(RESPONSE, [-0.25, float("nan"), -0.125])},
-            r"^outputs\[0\]\.logprobs\[1\]: nan is not finite",
+            r"\[1\]: nan is not finite",
         ),
         ({"finish_reason": None}, r"^outputs\[0\]\.finish_reason: is None: .* still running"),
         (  # the last output of a delta stream has only the newest tokens
@@ -193,10 +187,7 @@ def test_a_wrong_output_is_refused_by_field(changes: dict[str, Any], message: st
         (None, r"^outputs: cannot be read from None"),
         (RequestOutput([]), r"^outputs: is empty"),
         (SimpleNamespace(outputs=SimpleNamespace(data=1)), r"^outputs: namespace.* is not a list"),
-        (
-            CompletionOutput(),
-            r"^prompt_token_ids: is missing: give the RequestOutput, or prompt_id",
-        ),
+        (CompletionOutput(), r"^prompt_token_ids: is missing: give the RequestOutput, or prompt_i"),
     ],
 )
 def test_values_that_are_no_request_output_are_refused(given: Any, message: str) -> None:
@@ -419,10 +410,7 @@ def test_responses_of_generate_become_turns() -> None:
         (generated(finish_reason=None), r"^meta_info\.finish_reason: is None: .*still running"),
         (generated(prompt_tokens=5), r"^meta_info\.prompt_tokens: is 5, prompt_ids has 4"),
         (generated(completion_tokens=9), r"^meta_info\.completion_tokens: is 9, output_ids has 3"),
-        (
-            generated(output_token_logprobs=None),
-            r"output_token_logprobs: is missing: .*return_logp",
-        ),
+        (generated(output_token_logprobs=None), r"output_token_logprobs: is missing: .*return_log"),
         ([generated(), generated()], r"^index: is None, but responses has 2"),
         ({"text": "42"}, r"^meta_info: is missing: give the JSON of a response of /generate"),
         ({"meta_info": {}}, r"^output_ids: is missing: give the JSON of a response of /generate"),
@@ -484,11 +472,7 @@ def test_a_stream_that_is_not_whole_is_refused() -> None:
     [
         (CHAT, {"token_ids": None}, r"^choices\[0\]\.token_ids: is missing: .*return_token_ids=tr"),
         (CHAT, {"token_ids": "4"}, r"^choices\[0\]\.token_ids: '4' is not a list"),
-        (
-            CHAT,
-            {"token_ids": [19]},
-            r"logprobs\.content: has 3 values, choices\[0\]\.token_ids has 1",
-        ),
+        (CHAT, {"token_ids": [19]}, r"content: has 3 values, choices\[0\]\.token_ids has 1"),
         (CHAT, {"logprobs": None}, r"^choices\[0\]\.logprobs: is missing: send logprobs=true"),
         (CHAT, {"logprobs": {"content": None}}, r"^choices\[0\]\.logprobs: is missing"),
         (
@@ -533,10 +517,7 @@ ERROR = {"message": "no such model", "code": 404}
         ({"error": ERROR}, SERVER_ERROR),
         ({"object": "error"} | ERROR, SERVER_ERROR),
         ([{"choices": [{"index": 0, "delta": {}}]}, {"error": ERROR}], SERVER_ERROR),
-        (
-            shape(CHAT) | {"prompt_token_ids": None},
-            r"^prompt_token_ids: .*return_token_ids=true",
-        ),
+        (shape(CHAT) | {"prompt_token_ids": None}, r"^prompt_token_ids: .*return_token_ids=true"),
     ],
 )
 def test_values_that_are_no_response_are_refused(given: Any, message: str) -> None:

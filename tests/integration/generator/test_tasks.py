@@ -224,31 +224,6 @@ def take_and_write(publisher: Publisher) -> str:
     return task.group_id
 
 
-def test_lost_earlier_prompts_stay_available_to_other_generators(
-    own_store: Store, past_of: PastOf
-) -> None:
-    # The generator of the first died with what it had; the second is still there.
-    run = own_store.new_run()
-    give(own_store.client, run, "a", "b", num_samples=1)
-
-    with (
-        Publisher(own_store.url, run, writer="dies", keep_s=0.0) as dying,
-        Publisher(own_store.url, run, writer="lives", keep_s=60.0) as publisher,
-    ):
-        past = past_of(own_store.server)
-        take_and_write(dying)
-        take_and_write(publisher)
-        past.come_back()
-        publisher.publish(group("h")).result(10)
-        publisher.flush()
-        counts = read_prompt_counts(own_store.client, run)
-        name = take_and_write(publisher)
-
-    assert (counts.num_given, counts.num_left) == (1, 1)
-    assert name == "a#1"
-    assert read_prompt_counts(own_store.client, run).num_given == 2
-
-
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_task_is_refused_if_the_end_of_its_last_group_was_lost(
     own_store: Store, past_of: PastOf, is_trained: bool

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +18,6 @@ from transformers import PreTrainedModel
 import testkit
 from testkit.gateway_thread import GatewayThread
 from testkit.stores import RunReader
-from testkit.training import make_engine
 from turnstream.batching.merge.merging import turn_prompts
 from turnstream.batching.merge.storing import anchor_hash
 from turnstream.errors import InvalidConfigError, NotReadyError, StoreUnavailableError
@@ -50,8 +48,6 @@ from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.observed import run_check
 from turnstream_server.settings import Settings
 from turnstream_server.telemetry.checks import store_check
-from turnstream_server.trainer.config import TrainerConfig
-from turnstream_server.trainer.publishing import WeightsPublisher
 from turnstream_server.trainer.weights_server import serve_weights
 
 
@@ -244,21 +240,6 @@ async def test_removed_weights_are_replaced_by_newer_ones(
 
     assert policy.version == 1
     assert _equal(policy.model, newest)
-
-
-async def test_weights_over_http_are_those_of_the_trainer(live_run: LiveRun) -> None:
-    model = load_policy(SmallModelSpec(vocab_size=VOCAB_SIZE, hidden_size=16, num_layers=1))
-    config = TrainerConfig(run="run", folder=live_run.folder, weights_listen="127.0.0.1:0")
-    policy = live_run.policy()
-    with WeightsPublisher(config) as publisher:
-        uri = publisher.publish(make_engine(model).gather_weights(), version=7)
-        await live_run.say(7, uri=uri)
-
-        policy.refresh()
-
-    assert re.fullmatch(r"http://127\.0\.0\.1:[0-9]+/v7", uri)
-    assert policy.version == 7
-    assert _equal(policy.model, model)
 
 
 async def test_generator_keeps_its_weights_while_their_server_is_away(

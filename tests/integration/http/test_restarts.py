@@ -23,8 +23,6 @@ from turnstream_server.keys.store import create_key
 
 pytestmark = pytest.mark.redis
 
-NUM_GROUPS = 12
-
 
 @pytest.fixture
 def own_gateway(own_server: EmbeddedServer) -> Iterator[GatewayThread]:
@@ -38,15 +36,17 @@ def own_run(own_client: redis.Redis, new_run: Callable[..., str]) -> str:
     return new_run(own_client)
 
 
-def publish_in_thread(run: turnstream.Run, num_groups: int) -> tuple[threading.Thread, list[Any]]:
+def publish_in_thread(
+    run: turnstream.Run, may_end: threading.Event
+) -> tuple[threading.Thread, list[Any]]:
     """Publish groups one after another; return the thread, and what it has acknowledged."""
     done: list[Any] = []
 
     def publish() -> None:
         with run.publisher("w", keep_s=1.0) as publisher:
-            for number in range(num_groups):
-                publisher.publish(group(f"g{number}")).result(60)
-                done.append(number)
+            while not may_end.is_set():
+                publisher.publish(group(f"g{len(done)}")).result(60)
+                done.append(None)
             publisher.flush_to_disk()
             done.append(publisher.statistics())
 
@@ -70,19 +70,24 @@ def test_restarted_gateway_or_store_loses_nothing(
     own_gateway: GatewayThread, own_server: EmbeddedServer, own_run: str, restarted: str
 ) -> None:
     with turnstream.connect(own_gateway.base_url) as service:
-        thread, done = publish_in_thread(service.run(own_run), NUM_GROUPS)
-        for number in (3, 7):
-            wait_until(lambda number=number: len(done) > number, describe="some groups")
+        may_end = threading.Event()
+        thread, done = publish_in_thread(service.run(own_run), may_end)
+        for _ in range(2):
+            most = len(done) + 3
+            wait_until(lambda most=most: len(done) > most, describe="some groups")
             if restarted == "gateway":
                 own_gateway.stop()
                 own_gateway.start()
             else:
                 own_server.kill()
                 own_server.restart()
+        most = len(done) + 1
+        wait_until(lambda: len(done) > most, describe="the last groups")
+        may_end.set()
         thread.join(60)
 
     with connect(own_server.url) as client:
-        check_whole(RunReader(client, own_run), NUM_GROUPS)
+        check_whole(RunReader(client, own_run), len(done) - 1)
     assert done[-1].num_lost == 0
     assert done[-1].num_retries > 0
     assert (done[-1].num_restarts > 0) == (restarted == "store")

@@ -212,10 +212,7 @@ WRONG_COLUMNS: list[tuple[str, dict[str, Any], dict[str, pa.DataType], str]] = [
         "expected list of integers",
     ),
     ("prompt_ids", {"prompt_ids": [1, None]}, {}, "has a null inside a list"),
-    (
-        *("tags", {"tags": {"a": "b"}}, {"tags": pa.struct({"a": pa.string()})}),
-        "expected map<string, string>",
-    ),
+    ("tags", {"tags": {"a": "b"}}, {"tags": pa.struct({"a": pa.string()})}, "expected map<string"),
 ]
 """Columns of one row of whole trajectories, and their types."""
 

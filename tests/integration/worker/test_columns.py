@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import redis
 
 import testkit
 from turnstream.generator import AsyncPublisher, Publisher
-from turnstream.types import Aggregation, DeclaredColumn
+from turnstream.types import DeclaredColumn
 from turnstream.worker import BatchStream, PulledMiniBatch
 from turnstream.worker.losses import aggregate
 from turnstream.worker.tensors import RowTensors
@@ -60,7 +60,6 @@ def layouts(mini_batch: PulledMiniBatch) -> list[RowTensors]:
     ]
 
 
-LENGTH_CONSTANT = 8
 WEIGHTED: tuple[Turns, Turns] = (
     [
         (
@@ -89,23 +88,6 @@ WEIGHTED_ROWS = [
 """The rows of WEIGHTED. A weight of 0 counts as a trained token, a masked token does not."""
 
 
-def slow_mean(mode: str) -> float:
-    """Return the mean of weight x -logprob over the rows; counts are those of trained tokens."""
-    sums = [sum(weight * -logprob for weight, logprob in tokens) for tokens in WEIGHTED_ROWS]
-    counts = [len(tokens) for tokens in WEIGHTED_ROWS]
-    match mode:
-        case "token_mean" | "prompt_mean":  # all rows are of one group
-            return sum(sums) / sum(counts)
-        case "seq_mean_token_sum":
-            return sum(sums) / 3
-        case "constant":
-            return sum(sums) / 3 / LENGTH_CONSTANT
-        case "seq_mean_token_mean":
-            return sum(total / count for total, count in zip(sums, counts, strict=True)) / 3
-        case _:
-            return (sums[0] / counts[0] + (sums[1] + sums[2]) / (counts[1] + counts[2])) / 2
-
-
 async def test_weights_of_appended_tokens_are_those_of_the_loss(trained: Any) -> None:
     _, mini_batch = await trained(*WEIGHTED)
 
@@ -116,17 +98,15 @@ async def test_weights_of_appended_tokens_are_those_of_the_loss(trained: Any) ->
         *([0.5, 0, 2, 0, 0, 0.25, 0], [1, 1], [0])
     ]
     assert (denominators.num_tokens, denominators.num_sequences) == (6, 3)
-    denominators = denominators._replace(length_constant=LENGTH_CONSTANT)
-    expected = [weight for tokens in WEIGHTED_ROWS for weight, _ in tokens]
+    tokens = [token for row in WEIGHTED_ROWS for token in row]
+    expected = [weight for weight, _ in tokens]
+    mean = sum(weight * -logprob for weight, logprob in tokens) / len(tokens)
     for part in layouts(mini_batch):
         assert part.token_weights is not None
         assert part.token_weights[part.trained_tokens].tolist() == expected
         assert not part.token_weights[~part.trained_tokens].any()
         loss = -part.require_logprobs().double()
-        assert aggregate(loss, part).item() == pytest.approx(slow_mean("token_mean"), rel=1e-6)
-        for mode in get_args(Aggregation):
-            mean = aggregate(loss, part, mode=mode, denominators=denominators)
-            assert mean.item() == pytest.approx(slow_mean(mode), rel=1e-6), mode
+        assert aggregate(loss, part).item() == pytest.approx(mean, rel=1e-6)
 
 
 async def test_every_turn_has_its_own_advantage_in_layouts_and_command(

@@ -219,10 +219,7 @@ def test_weights_become_float32_and_zero_where_masked(
             ({"logprobs": [-1.0, wrong]}, "logprobs: .* at position 1 is not a finite")
             for wrong in (math.nan, math.inf, -math.inf, 0.5, -1e300)
         ],
-        (
-            {"logprobs": torch.tensor([-1.0, -2.0], requires_grad=True)},
-            "logprobs: is no array of numbers",
-        ),
+        ({"logprobs": torch.tensor([-1.0, -2.0], requires_grad=True)}, "is no array of numbers"),
         *[
             ({"loss_mask": [1, wrong]}, "loss_mask: .* at position 1 is neither 0 nor 1")
             for wrong in (2, -1, 1.5, -0.5, math.nan)
@@ -231,10 +228,7 @@ def test_weights_become_float32_and_zero_where_masked(
             ({"token_weights": [1.0, wrong]}, "token_weights: .* at position 1 is not a finite")
             for wrong in (-0.5, math.nan, math.inf, 1e300)
         ],
-        (
-            {"token_weights": [1, 1], "loss_mask": [0.5, 1]},
-            r"token_weights: are present, and loss_mask has fractions: \[0\.5, 1\]",
-        ),
+        ({"token_weights": [1, 1], "loss_mask": [0.5, 1]}, r"are present, and loss_mask has fract"),
         ({"token_weights": ["a", "b"]}, "token_weights: are numbers, not <U1"),
         ({"loss_mask": np.array([2, 1], np.uint8)}, "loss_mask: 2 at position 0 is neither"),
         *[
@@ -250,10 +244,7 @@ def test_weights_become_float32_and_zero_where_masked(
         ({"policy_version": 1.5}, r"policy_version: 1\.5 is not a whole number"),
         ({"policy_version": True}, "policy_version: True is not a whole number"),
         ({"policy_version": 2**63}, "policy_version: 9223372036854775808 is not a whole number"),
-        (
-            {"policy_version": 2, "version_runs": [(1, 2)]},
-            "policy_version: 2 and version_runs are both present",
-        ),
+        ({"policy_version": 2, "version_runs": [(1, 2)]}, "2 and version_runs are both present"),
         ({"version_runs": [(1, 1)]}, "version_runs: cover 1 tokens, response_ids has 2"),
         ({"version_runs": [(1, 3)]}, "version_runs: cover 3 tokens, response_ids has 2"),
         ({"version_runs": [(1, 2), (2, 0)]}, r"version_runs\[1\]\.num_tokens: 0 is not"),

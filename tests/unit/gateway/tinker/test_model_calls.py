@@ -93,10 +93,7 @@ def test_calls_of_old_and_new_releases_are_read(
         ("optim_step", {"adam_params": {"beta1": "a"}}, r"adam_params\.beta1.* got 'a'"),
         ("optim_step", {"adam_params": {"eps": float("inf")}}, r"adam_params\.eps.*got inf"),
         ("optim_step", {"adam_params": {"eps": float("nan")}}, r"adam_params\.eps.*got nan"),
-        (
-            *("optim_step", {"optimizer_params": {"type": "dimuon"}}),
-            "optimizer_params, type: 'dimuon' is not supported, only adam_params",
-        ),
+        ("optim_step", {"optimizer_params": {"type": "dimuon"}}, "'dimuon' is not supported"),
         ("save_weights", {"path": None}, "save_weights, path: .* got None"),
         ("save_weights", {"path": "a/b"}, "name of a checkpoint is 'a/b': '/' is not allowed"),
         ("save_weights", {"path": ".."}, r"name of a checkpoint is '\.\.', expected a word"),
@@ -104,10 +101,7 @@ def test_calls_of_old_and_new_releases_are_read(
         ("save_weights", {"user_metadata": {"a": 1}}, r"user_metadata\.a: .* got 1"),
         ("save_for_sampler", {"path": "x"}, "path is 'x', sampling_session_seq_id 0: expected one"),
         ("save_for_sampler", {"sampling_session_seq_id": None}, "path is None, .*: expected one"),
-        (
-            *("save_for_sampler", {"path": "x", "sampling_session_seq_id": None}),
-            "kind is 'inflight', but a named checkpoint is a snapshot",
-        ),
+        ("save_for_sampler", {"path": "x", "sampling_session_seq_id": None}, "named checkpoint"),
         ("save_for_sampler", {"kind": "live"}, "kind: .* got 'live'"),
         ("save_external", {"path": "a/b"}, "name of a checkpoint is 'a/b'"),
         ("save_external", {"ttl_seconds": 0}, "save_weights_external, ttl_seconds: .* got 0"),
@@ -117,10 +111,7 @@ def test_calls_of_old_and_new_releases_are_read(
         ),
         ("save_external", {"age_encryption_recipients": [RECIPIENT] * 11}, "recipients: .* 10 "),
         ("load_weights", {"path": "s1"}, "path is 's1', expected tinker://<model id>/<weights "),
-        (
-            *("load_weights", {"path": "tinker://S:train:0/sampler_weights/a"}),
-            "training needs a checkpoint of save_weights",
-        ),
+        ("load_weights", {"path": "tinker://S:train:0/sampler_weights/a"}, "of save_weights"),
         ("load_weights", {"weights_access_token": "t"}, "weights_access_token is not supported"),
     ],
 )
