@@ -92,12 +92,11 @@ def test_finished_group_yields_no_sample_until_and_after_its_release(store: Stor
     assert counts == {"accepted": 3, "sealed": 3}
 
 
-@pytest.mark.parametrize("writer", ["", "gen-0"])
-def test_restarted_generator_writes_only_the_unfinished_samples(store: Store, writer: str) -> None:
+def test_restarted_generator_writes_only_the_unfinished_samples(store: Store) -> None:
     run = store.new_run(lease_s=1.0, takeover_s=60.0)
-    killed_generator(store.url, run, writer=writer)
+    killed_generator(store.url, run)
 
-    with Publisher(store.url, run, writer=writer or None) as publisher:
+    with Publisher(store.url, run) as publisher:
         written = write_rest(publisher)
 
     assert written == [1, 2]

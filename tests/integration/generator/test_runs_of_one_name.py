@@ -13,7 +13,7 @@ from harness.stored import content_of
 from testkit import config, ids
 from testkit.stores import Store
 from turnstream.errors import FencedError, RunNotFoundError
-from turnstream.generator import Prompt, Publisher, add_prompts
+from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.run.runs import create_run
 from turnstream.types import TrajectoryKey
@@ -117,29 +117,6 @@ def test_old_publisher_is_refused_after_its_tombstones_have_expired(
 
     assert content(store.client, f"{name}~2") == before
     assert content(store.client, name).keys() == {keys.incarnation_key(name)}
-
-
-def test_owner_of_an_old_task_is_refused_and_the_task_granted_again(
-    store: Store, name: str
-) -> None:
-    prompt = Prompt(prompt_uid="p", payload=b"?", num_samples=1)
-    add_prompts(store.client, name, [prompt])
-    with Publisher(store.url, name, writer="w") as old, old.next_task(10) as task:
-        begin(task.trajectories[0])
-        delete_run(store.client, name)
-        create_run(store.client, name, config(4))
-        add_prompts(store.client, name, [prompt])
-        before = content(store.client, f"{name}~2")
-
-        with pytest.raises(REFUSALS):
-            task.trajectories[0].seal(1.0)
-        unchanged = content(store.client, f"{name}~2") == before
-        with Publisher(store.url, name, writer="w") as new, new.next_task(10) as again:
-            begin(again.trajectories[0])
-            again.trajectories[0].seal(1.0)
-
-    assert unchanged
-    assert again.prompt_uid == "p"
 
 
 def test_publisher_that_first_writes_after_a_deletion_writes_to_the_next_run(

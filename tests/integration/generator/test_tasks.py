@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -96,28 +95,6 @@ def test_lost_reply_neither_loses_nor_doubles_a_task(
     assert (first.group_id, second.group_id) == ("a#1", "b#1")
     assert store.read(run).counts() == {"accepted": 4, "sealed": 4}
     assert read_prompt_counts(store.client, run).num_given == 2
-
-
-async def test_each_prompt_goes_to_one_of_many_waiting_generators(store: Store) -> None:
-    run = store.new_run()
-
-    async with AsyncPublisher(store.url, run) as one, AsyncPublisher(store.url, run) as other:
-        waiting = [
-            asyncio.ensure_future(each.next_task(30)) for each in (one, other) for _ in range(2)
-        ]
-        await asyncio.to_thread(store.wait_for_blocked, 4)
-        await asyncio.to_thread(give, store.client, run, "a", "b", "c")
-        left = set(waiting)
-        while len(left) > 1:
-            _, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.to_thread(store.wait_for_blocked, len(left))
-        left.pop().cancel()
-        tasks = [each.result() for each in waiting if each.done()]
-        for task in tasks:
-            async with task:
-                pass
-
-    assert sorted(task.prompt_uid for task in tasks) == ["a", "b", "c"]
 
 
 def test_task_wait_ends_with_the_reason(store: Store) -> None:

@@ -24,7 +24,7 @@ from turnstream.errors import (
     UnknownKeyError,
 )
 from turnstream.generator import Publisher
-from turnstream.store.client.addresses import address_of, with_key
+from turnstream.store.client.addresses import address_of
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.keys.records import KeyLimits
@@ -79,30 +79,6 @@ def test_generator_needs_the_role_produce_alone(
             service.run("another")
 
     assert RunReader(client, run).counts() == {"accepted": 5, "sealed": 5}
-
-
-def test_key_writes_only_with_its_role_and_to_its_runs(
-    gateway: GatewayThread, client: redis.Redis, run: str, new_run: Any, new_key: Any
-) -> None:
-    with turnstream.connect(gateway.base_url, api_key=new_key("read")) as service:
-        opened = service.run(run)
-        assert opened.config.batch_groups == 100
-        with opened.publisher() as publisher:
-            with pytest.raises(AccessDeniedError, match="needed is produce"):
-                publisher.publish(group("g")).result()
-            with pytest.raises(AccessDeniedError, match="needed is produce"):
-                publisher.lapsed()
-        with pytest.raises(AccessDeniedError, match="needed is train"):
-            opened.batches(timeout_s=1)
-
-    other, url = new_run(client), with_key(gateway.base_url, new_key("produce", runs=[run]))
-    with (
-        Publisher(url, other) as publisher,
-        pytest.raises(AccessDeniedError, match=f"may use the runs {run}, and not '{other}'"),
-    ):
-        publisher.publish(group("g")).result()
-
-    assert RunReader(client, other).ledger() == {}
 
 
 def test_key_comes_from_the_argument_then_the_environment(

@@ -137,24 +137,6 @@ def test_every_event_of_a_trajectory_is_sent(api: RestApi, client: redis.Redis, 
     assert (posted["kind"], posted["reward"]) == ("reward_posted", 0.5)
 
 
-def test_client_that_reconnects_misses_no_event_and_gets_none_twice(
-    api: RestApi, client: redis.Redis, run: str
-) -> None:
-    """A client that reconnects after each event, while events are written."""
-    writing = threading.Thread(target=lambda: change(client, run, num_events=60), daemon=True)
-    writing.start()
-    seen: list[str] = []
-    while len(seen) < 60:
-        headers = {"Last-Event-ID": seen[-1]} if seen else {}
-        with api.http.stream("GET", f"runs/{run}/events", headers=headers) as response:
-            number = min(len(seen) % 4 + 1, 60 - len(seen))
-            some = itertools.islice(messages_of(response), number)
-            seen += [message.id for message in some]
-    writing.join()
-
-    assert seen == stored_ids(client, run)
-
-
 def test_only_wanted_events_are_sent(api: RestApi, client: redis.Redis, run: str) -> None:
     change(client, run, num_events=6)
     listener = Listener(api, run, kinds="run_reopened,version_announced")

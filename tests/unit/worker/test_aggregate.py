@@ -45,21 +45,6 @@ def test_averaged_over_undoes_the_average_of_two_ranks() -> None:
     assert ((on_rank_0 + on_rank_1) / 2).item() == pytest.approx(3.428571, abs=1e-6)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_micro_batch_of_inert_rows_has_a_differentiable_loss_of_0(mode: Any) -> None:
-    denominators = tensors_of(MASKS, length_constant=8).denominators
-    part = tensors_of(["0", "0"])
-    part = replace(part, is_padding_B=~part.is_padding_B, weight_B=torch.zeros(2))
-    loss_BR = torch.full((2, 1), 5.0, requires_grad=True)
-
-    total = aggregate(loss_BR, part, mode=mode, denominators=denominators)
-    total.backward()
-
-    assert total.item() == 0.0
-    assert loss_BR.grad is not None
-    assert loss_BR.grad.tolist() == [[0.0], [0.0]]
-
-
 def test_aggregate_refuses_losses_of_another_shape() -> None:
     part = tensors_of(["11", "11"])
 

@@ -150,38 +150,21 @@ def _mini_batch(index: int) -> PulledMiniBatch:
     return make_mini_batch(mini_batch=index, num_mini_batches=NUM_MINI_BATCHES)
 
 
-@pytest.fixture
-def step() -> Step:
-    stream: Any = LateStream()
-    return Step(stream, _mini_batch(0), waited_s=0.0)
-
-
-def test_loop_over_a_step_resumes_where_data_was_late(step: Step) -> None:
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_loop_over_a_step_resumes_where_data_was_late(epochs: int) -> None:
     # A generator ended at the error, and the next loop had no mini-batch.
-    seen: list[int] = []
-    num_errors = 0
-    while len(seen) < NUM_MINI_BATCHES:
-        try:
-            for mini_batch in step:
-                seen += [mini_batch.info.mini_batch]
-        except NotReadyError:
-            num_errors += 1
-
-    assert seen == [0, 1, 2]
-    assert num_errors == 2
-    assert list(step) == []
-
-
-def test_epochs_resume_in_the_first_and_repeat_all_mini_batches(step: Step) -> None:
-    mini_batches = step.mini_batches(epochs=2)
+    stream: Any = LateStream()
+    step = Step(stream, _mini_batch(0), waited_s=0.0)
+    mini_batches = step if epochs == 1 else step.mini_batches(epochs=epochs)
     seen: list[tuple[int, int]] = []
     num_errors = 0
-    while len(seen) < 2 * NUM_MINI_BATCHES:
+    while len(seen) < epochs * NUM_MINI_BATCHES:
         try:
             for mini_batch in mini_batches:
                 seen += [(mini_batch.epoch, mini_batch.info.mini_batch)]
         except NotReadyError:
             num_errors += 1
 
-    assert seen == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert seen == [(epoch, index) for epoch in range(epochs) for index in range(3)]
     assert num_errors == 2
+    assert list(mini_batches) == []
