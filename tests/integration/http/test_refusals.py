@@ -103,20 +103,6 @@ def test_broken_body_is_a_problem_document(post: Any) -> None:
         assert detail in answer.json()["detail"]
 
 
-def test_refused_call_of_a_body_leaves_the_others(
-    post: Any, client: Any, new_run: Callable[..., str]
-) -> None:
-    beats = RenewLeases("", "w", [Lease("g/0/0", 1)] * (MAX_HEARTBEATS + 1))
-    body = wire.Calls(run=new_run(client), writer="w")
-    body.calls.extend([wire.Call(read_config={}), call_of(beats), wire.Call(read_waits={})])
-
-    answer = wire.Replies.FromString(post(body.SerializeToString()).content)
-
-    kinds = [each.WhichOneof("kind") for each in answer.replies]
-    assert kinds == ["items", "refusal", "items"]
-    assert answer.replies[1].refusal == "INVALID a call names 257 trajectories, at most 256"
-
-
 @given(body=st.binary(min_size=1, max_size=80), cut=st.integers(0, 80))
 def test_any_body_is_calls_or_refused(body: bytes, cut: int) -> None:
     turns = AppendTurns("maze", "w", "g/0/0", 1, records=[body], is_sealed=bool(cut % 2))
@@ -203,7 +189,9 @@ def test_turn_with_other_numbers_is_refused() -> None:
         assert message in text
 
 
-def test_several_large_records_in_one_call_are_refused() -> None:
+def test_large_calls_are_refused() -> None:
+    beats = RenewLeases("", "w", [Lease("g/0/0", 1)] * (MAX_HEARTBEATS + 1))
+    assert refusal(body_of(beats)) == "INVALID a call names 257 trajectories, at most 256"
     large = bytes(600_000)
 
     def turns(*records: bytes) -> AppendTurns:

@@ -1,9 +1,12 @@
-"""The same trajectories by the SDK and by each ingest route are the same in the store."""
+"""Trajectories by the SDK and by each ingest route are the same, and the page on ingest is true."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,9 +25,20 @@ from testkit.ingest import (
 )
 from testkit.stores import RunReader
 from testkit.turns import trajectory, turn
+from turnstream.batching.config import BatchingConfig
 from turnstream.generator import Publisher
+from turnstream.store.run.runs import create_run
 from turnstream.types import DeclaredColumn, Group, Status, TrajectoryKey, VersionRun
 from turnstream_server.embedded import EmbeddedServer
+from turnstream_server.gateway.parsers import MAX_JSON_BYTES
+from turnstream_server.gateway.rest.bodies import MAX_TURNS, MAX_WRITES
+from turnstream_server.gateway.rest.ingest.arrow_columns import GROUP_COLUMNS, TURN_COLUMNS
+from turnstream_server.gateway.rest.ingest.publishers import (
+    MAX_PUBLISHERS,
+    MAX_TOKEN_BYTES,
+    MAX_TRAJECTORIES,
+)
+from turnstream_server.gateway.rest.ingest.routes import MAX_KEYS
 
 _COLUMN = DeclaredColumn(name="state", per="token", dtype="float32", shape=(2, 3))
 
@@ -97,3 +111,38 @@ def test_ingest_stores_what_the_sdk_stores(
 
 def _by_name(events: list[object]) -> list[str]:
     return sorted(map(repr, events))
+
+
+# ------------------------------------------------------------------------------ the page on ingest
+
+_PAGE = Path(__file__).parents[3] / "docs/http.md"
+_INGEST = _PAGE.read_text(encoding="utf-8").split("## REST: ingest\n")[1]
+_TEXT = re.split(r"^## ", _INGEST, flags=re.MULTILINE)[0]
+
+
+def test_commands_of_the_page_store_a_trajectory(
+    gateway: GatewayThread, client: redis.Redis
+) -> None:
+    create_run(client, "demo", BatchingConfig(batch_groups=2, mini_batch_groups=2))
+    commands = re.findall(r"curl --json '(.*?)' http://127.0.0.1:7601/v1/(\S+)", _TEXT, re.DOTALL)
+
+    with IngestClient(gateway, "demo") as ingest:
+        answers = [ingest.http.post(path, json=json.loads(body)) for body, path in commands]
+
+    assert [each["status"] for answer in answers for each in results_of(answer)] == [201, 201]
+    assert RunReader(client, "demo").states() == {"task-7/0/0": "sealed", "task-7/1/0": "open"}
+
+
+def test_table_of_the_page_has_all_arrow_columns() -> None:
+    table = _TEXT.split("### Arrow\n")[1].split("### ")[0]
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    names = {name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)}
+
+    assert names == {*TURN_COLUMNS, *GROUP_COLUMNS}
+
+
+def test_limits_of_the_page_are_those_of_the_code() -> None:
+    counts = (MAX_WRITES, MAX_TURNS, MAX_KEYS, MAX_TRAJECTORIES, MAX_PUBLISHERS)
+    sizes = (f"{MAX_TOKEN_BYTES >> 20} MB", f"JSON at most {MAX_JSON_BYTES >> 20} MB")
+
+    assert [each for each in (*[f"{n:,}" for n in counts], *sizes) if each not in _TEXT] == []

@@ -144,13 +144,9 @@ def test_lost_run_error_names_the_checkpoint_of_a_resumed_trainer(batcher: Any, 
 
     with stream, pytest.raises(StoreBehindError, match=lost):
         next(stream)
-
-
-def test_missing_run_without_progress_is_a_run_not_found_error(batcher: Any, gone: Any) -> None:
     batcher.faults = [gone]
-
-    with BatchStream(batcher.target, RUN) as stream, pytest.raises(RunNotFoundError):
-        next(stream)
+    with BatchStream(batcher.target, RUN) as fresh, pytest.raises(RunNotFoundError):
+        next(fresh)
 
 
 def test_waits_at_first_and_after_a_failure_are_short(batcher: Any, failing: Any) -> None:
