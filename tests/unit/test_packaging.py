@@ -31,10 +31,7 @@ def modules_loaded_by(code: str) -> set[str]:
     [
         ("import turnstream", {"numpy", "torch", "pyarrow", "grpc", "redis"}),
         ("import turnstream; turnstream.from_vllm", {"torch", "pyarrow", "grpc", "redis"}),
-        (
-            "import turnstream.batching",
-            {"torch", "pyarrow", "grpc", "redis", "httpx", "pydantic"},
-        ),
+        ("import turnstream.batching", {"torch", "pyarrow", "grpc", "redis", "httpx", "pydantic"}),
         (
             "import turnstream.generator, turnstream.service",
             {"torch", "pyarrow", "grpc", "httpx2", "pydantic", "turnstream_server"},
@@ -42,10 +39,7 @@ def modules_loaded_by(code: str) -> set[str]:
         ("import turnstream_server.cli", {"torch", "pyarrow", "grpc", "transformers"}),
         ("import turnstream.worker", {"torch"}),
         ("import turnstream.records.batches", RECORDS - {"pyarrow"}),
-        (
-            "from turnstream.records import configs, events, manifests, statuses, turns",
-            RECORDS,
-        ),
+        ("from turnstream.records import configs, events, manifests, statuses, turns", RECORDS),
         (
             "import turnstream_server.launch.demo, turnstream_server.launch.replay",
             {"torch", "transformers"},

@@ -86,10 +86,7 @@ def test_links_end_with_the_checkpoint(api: Any, tmp_path: Path) -> None:
 
 
 def test_only_the_owner_gets_links_and_only_of_exports_on_this_disk(
-    api: Any,
-    new_gateway: Callable[..., GatewayThread],
-    new_api: Callable[..., Any],
-    tmp_path: Path,
+    api: Any, new_gateway: Callable[..., GatewayThread], new_api: Callable[..., Any], tmp_path: Path
 ) -> None:
     gateway = new_gateway(folder=tmp_path / "elsewhere")
     path = _exported(api, tmp_path)

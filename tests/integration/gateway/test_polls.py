@@ -34,9 +34,7 @@ NUM_POLLS = 300
 
 
 def test_a_pending_poll_is_held_and_then_repeated(
-    worker: CannedWorker,
-    new_gateway: Callable[..., GatewayThread],
-    new_api: Callable[..., Any],
+    worker: CannedWorker, new_gateway: Callable[..., GatewayThread], new_api: Callable[..., Any]
 ):
     api = new_api(new_gateway(poll_s=0.3))
     sampler = api.sampler()
@@ -260,9 +258,7 @@ async def test_poll_whose_read_failed_reads_again_before_its_end(
 
 
 def test_a_stop_ends_held_polls_at_once(
-    worker: CannedWorker,
-    new_gateway: Callable[..., GatewayThread],
-    new_api: Callable[..., Any],
+    worker: CannedWorker, new_gateway: Callable[..., GatewayThread], new_api: Callable[..., Any]
 ):
     gateway = new_gateway(poll_s=60.0, shutdown_grace_s=30.0)
     api = new_api(gateway)

@@ -11,9 +11,7 @@ from testkit.gateway_thread import GatewayThread
 
 
 def test_a_session_without_heartbeats_is_closed(
-    worker: CannedWorker,
-    new_gateway: Callable[..., GatewayThread],
-    new_api: Callable[..., Any],
+    worker: CannedWorker, new_gateway: Callable[..., GatewayThread], new_api: Callable[..., Any]
 ):
     api = new_api(new_gateway(session_silence_s=1.0))
     silent, alive = api.session(), api.session()

@@ -45,6 +45,7 @@ def test_a_reason_may_quote_anything(store: Store) -> None:
     run = store.new_run()
 
     with Publisher(store.url, run) as publisher:
+        publisher.trajectory("h", 0, num_samples=1).abandon("never opened").result(10)
         episode = publisher.trajectory("g", 0, num_samples=1)
         episode.append(ids("ab"), ids("c"))
         episode.abandon("model said \ud800:{}\r\n" + "x" * 1000).result(10)

@@ -202,8 +202,7 @@ def test_lease_is_renewed_while_a_turn_is_on_a_slow_link(
 
 
 @pytest.mark.parametrize(
-    ("fields", "state"),
-    [({"reward": 1.0}, "sealed"), ({"awaits_reward": True}, "awaiting_reward")],
+    ("fields", "state"), [({"reward": 1.0}, "sealed"), ({"awaits_reward": True}, "awaiting_reward")]
 )
 def test_stored_seal_without_an_event_counts(
     store: Store, fields: dict[str, Any], state: str

@@ -16,12 +16,7 @@ from testkit.waiting import entered, finish, wait_until_async
 from turnstream.errors import InvalidTurnError, RejectedError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.client.connection import connect
-from turnstream.types import (
-    GroupOpened,
-    SealedTrajectory,
-    Status,
-    TrajectoryKey,
-)
+from turnstream.types import GroupOpened, SealedTrajectory, Status, TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.redis
@@ -139,25 +134,6 @@ async def test_only_a_failed_start_is_sealed_without_a_turn(store: Store) -> Non
     ]
     assert {*stored.states().values()} == {"sealed"}
     assert len(stored.records(TrajectoryKey("g0", 0))) == 1
-
-
-def test_an_abandoned_sample_can_be_tried_again(store: Store) -> None:
-    run = store.new_run()
-
-    with Publisher(store.url, run) as publisher:
-        publisher.trajectory("g", 0, num_samples=1).abandon("never opened").result(10)
-        with publisher.trajectory("g", 0, num_samples=1) as first:
-            first.abandon("no luck").result(10)
-        with (
-            pytest.raises(InvalidTurnError, match=r"attempt: 5 of trajectory g/0/5 is above 1, "),
-            publisher.trajectory("g", 0, num_samples=1, attempt=5),
-        ):
-            pass
-        with publisher.trajectory("g", 0, num_samples=1, attempt=1) as second:
-            second.append(ids("ab"), ids("c"))
-            second.seal(1.0)
-
-    assert store.read(run).states() == {"g/0/0": "abandoned", "g/0/1": "sealed"}
 
 
 @pytest.mark.parametrize("kind", [Publisher, AsyncPublisher])

@@ -122,10 +122,7 @@ def test_half_written_sample_starts_again_with_the_next_attempt(
     half = "abandoned:left half-written by an earlier process"
     ledger = store.read(run).ledger()
     assert written == ([2] if again == "sealed" else [1, 2])
-    assert [ledger["g/1/0"], ledger["g/1/1"]] == [
-        half,
-        half if again == "half" else "sealed:1",
-    ]
+    assert [ledger["g/1/0"], ledger["g/1/1"]] == [half, half if again == "half" else "sealed:1"]
     assert [name for name, state in store.read(run).states().items() if state == "sealed"] == [
         *("g/0/0", "g/2/0", "g/1/2" if again == "half" else "g/1/1")
     ]

@@ -155,9 +155,7 @@ def test_wait_for_space_times_out_with_the_holders(own_store: Store) -> None:
     assert (unacknowledged["turn"], silent["since_s"] > 0) == (1, True)
 
 
-async def test_finished_group_waits_for_capacity_until_both_timeouts(
-    own_store: Store,
-) -> None:
+async def test_finished_group_waits_for_capacity_until_both_timeouts(own_store: Store) -> None:
     run = own_store.new_run()
 
     async with AsyncPublisher(

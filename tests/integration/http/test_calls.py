@@ -84,10 +84,7 @@ def test_many_prompts_are_sent_in_several_requests_and_added_once(
 
 
 def test_wait_for_a_version_is_held_and_ends_at_once(
-    service: turnstream.Service,
-    gateway: GatewayThread,
-    new_name: str,
-    requests: list[str],
+    service: turnstream.Service, gateway: GatewayThread, new_name: str, requests: list[str]
 ) -> None:
     run = service.create_run(new_name, batch_groups=8)
     found: list[Any] = []
@@ -171,9 +168,7 @@ CASES: list[tuple[list[tuple[int, dict[str, str], str]], type[TurnstreamError], 
 ]
 
 
-def test_answers_of_other_servers_are_typed_errors(
-    other_server: tuple[str, OtherServer],
-) -> None:
+def test_answers_of_other_servers_are_typed_errors(other_server: tuple[str, OtherServer]) -> None:
     url, server = other_server
     for answers, kind, text, num_requests in CASES:
         server.answers[:], server.seen[:] = answers, []

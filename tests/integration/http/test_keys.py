@@ -82,11 +82,7 @@ def test_generator_needs_the_role_produce_alone(
 
 
 def test_key_comes_from_the_argument_then_the_environment(
-    gateway: GatewayThread,
-    run: str,
-    new_key: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    gateway: GatewayThread, run: str, new_key: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     key, file = new_key("produce"), tmp_path / "key"
     file.write_text(f"{key}\n")

@@ -245,10 +245,7 @@ def test_waiting_publisher_sends_one_read_and_no_poll(
     monkeypatch.setattr(sender, "ASK_AGAIN_S", 25.0)
     run = new_run(client, **ONE_GROUP)
     reader = RunReader(client, run)
-    with (
-        turnstream.connect(gateway.base_url) as service,
-        service.run(run).publisher() as publisher,
-    ):
+    with turnstream.connect(gateway.base_url) as service, service.run(run).publisher() as publisher:
         publisher.publish(group("g0")).result(10)
         del recorded[:]
         receipt = publisher.publish(group("g1"))

@@ -62,11 +62,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"reward": True}, "reward", "expected a valid number, got True"),
     ({"policy_version": "3"}, "policy_version", "expected a valid integer, got '3'"),
     ({"version_runs": [{"version": 1, "num_tokens": 1}]}, "version_runs", "cover 1 tokens"),
-    (
-        {"version_runs": [{"version": 1}]},
-        "version_runs.0.num_tokens",
-        "field required",
-    ),
+    ({"version_runs": [{"version": 1}]}, "version_runs.0.num_tokens", "field required"),
     ({"sample": 2}, "sample", "2 in a group of 2"),
     ({"sample": "0"}, "sample", "expected a valid integer, got '0'"),
     ({"attempt": 1000}, "attempt", "1000 is not a whole number from 0 to 999"),

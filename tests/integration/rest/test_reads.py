@@ -129,10 +129,7 @@ def test_reads_are_those_of_the_command_line(
     }
     for path, name in (("a/1", "a/1/0"), ("d%2F1/0", "d/1/0/0"), ("e/0?attempt=0", "e/0/0")):
         found = read_trajectory(url, run, name)
-        assert api.get(f"runs/{run}/trajectories/{path}") == {
-            **found,
-            "events": [*found["events"]],
-        }
+        assert api.get(f"runs/{run}/trajectories/{path}") == {**found, "events": [*found["events"]]}
 
 
 def test_ledger_adds_up_and_names_reasons(api: RestApi, trained: turnstream.Run) -> None:

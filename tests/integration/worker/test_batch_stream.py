@@ -57,9 +57,7 @@ def test_refused_start_is_raised_and_leaves_no_thread(batcher: Any) -> None:
 # --------------------------------------------------------------------- acknowledging
 
 
-def test_stepped_is_refused_before_the_last_mini_batch_and_when_repeated(
-    batcher: Any,
-) -> None:
+def test_stepped_is_refused_before_the_last_mini_batch_and_when_repeated(batcher: Any) -> None:
     batcher.add_step(1, "abC", num_mini_batches=2)
 
     with batcher.stream() as stream:

@@ -173,11 +173,7 @@ TEXT_ONLY = {
     "routes": [[[1, 2]], [[3, 4]]],
     "teacher": [-0.25],
 }
-FIRST = {
-    **TEXT_ONLY,
-    "image_grid_thw": [[1, 1, 2]],
-    "pixel_values": [[0.5, 0.5], [1.0, 1.0]],
-}
+FIRST = {**TEXT_ONLY, "image_grid_thw": [[1, 1, 2]], "pixel_values": [[0.5, 0.5], [1.0, 1.0]]}
 SECOND = {
     "image_grid_thw": [[1, 1, 2], [1, 1, 1]],
     "pixel_values": [[0.5, 0.5], [1.0, 1.0], [2.0, 2.0]],

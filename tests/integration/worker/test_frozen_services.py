@@ -119,9 +119,7 @@ def test_waits_of_a_trainer_name_a_silent_store(
 
 
 def test_waits_of_a_worker_name_a_silent_batcher(
-    url: str,
-    process: tuple[int, str],
-    retried: Callable[..., Any],
+    url: str, process: tuple[int, str], retried: Callable[..., Any]
 ) -> None:
     pid, target = process
     with BatchStream(target, RUN) as first:

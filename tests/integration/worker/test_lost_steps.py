@@ -236,11 +236,7 @@ def state_of(client: redis.Redis, run: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("call", ["next", "stepped", "committed", "announce_version"])
 def test_old_trainer_session_is_refused_and_the_next_run_stays_untouched(
-    server: EmbeddedServer,
-    client: redis.Redis,
-    start_batcher: Any,
-    name: str,
-    call: str,
+    server: EmbeddedServer, client: redis.Redis, start_batcher: Any, name: str, call: str
 ) -> None:
     publish(server.url, name, "a", "b")
     target = start_batcher().target
@@ -266,11 +262,7 @@ def test_old_trainer_session_is_refused_and_the_next_run_stays_untouched(
 
 @pytest.mark.parametrize("call", ["next", "seen"])
 def test_old_observer_is_refused_by_the_next_run(
-    server: EmbeddedServer,
-    client: redis.Redis,
-    start_batcher: Any,
-    name: str,
-    call: str,
+    server: EmbeddedServer, client: redis.Redis, start_batcher: Any, name: str, call: str
 ) -> None:
     publish(server.url, name, "a")
     target = start_batcher().target

@@ -126,11 +126,7 @@ def test_observer_ends_with_the_run_for_every_leftover(
 
 
 def test_waiting_observer_does_not_expire(
-    start_batcher: Any,
-    retried: Any,
-    client: redis.Redis,
-    run: str,
-    publish: Any,
+    start_batcher: Any, retried: Any, client: redis.Redis, run: str, publish: Any
 ) -> None:
     name, target = keys.run_keys(run).observers, start_batcher().target
 

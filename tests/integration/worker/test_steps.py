@@ -13,11 +13,7 @@ import pytest
 import turnstream
 from testkit import group, trajectory, turn, wait_until
 from testkit.processes import in_fork
-from turnstream.errors import (
-    BatcherUnavailableError,
-    RejectedError,
-    RunNotFoundError,
-)
+from turnstream.errors import BatcherUnavailableError, RejectedError, RunNotFoundError
 from turnstream.store.client.connection import connect
 from turnstream.store.client.scripts import run_command
 from turnstream.store.run.batchers import list_batchers, register_command

@@ -42,10 +42,7 @@ def test_missing_batcher_is_reported_at_the_deadline(batcher: Any, retried: Any)
     with retried(lambda: batcher.stream(timeout_s=2.0)) as stream:
         retried(lambda: next(stream))
         batcher.stop()
-        calls = {
-            "not_ready": lambda: next(stream),
-            "not_acknowledged": stream.stepped,
-        }
+        calls = {"not_ready": lambda: next(stream), "not_acknowledged": stream.stepped}
 
         for kind, call in calls.items():
             with pytest.raises(BatcherUnavailableError) as caught:

@@ -193,10 +193,7 @@ def slept(driver: OutboxDriver, *, lease_s: float) -> None:
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize(
     ("state", "why"),
-    [
-        ("unknown", "was never opened, or is released"),
-        ("abandoned", "is abandoned: it was silent"),
-    ],
+    [("unknown", "was never opened, or is released"), ("abandoned", "is abandoned: it was silent")],
 )
 def test_publisher_renews_its_leases_first_after_a_sleep(state: str, why: str, ends: bool) -> None:
     # The trajectory was released so long ago that no script refused its turn. The turn created its

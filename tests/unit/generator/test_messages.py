@@ -33,12 +33,7 @@ from turnstream.generator.requests import (
     Reservation,
     Reserve,
 )
-from turnstream.generator.transport.messages import (
-    call_of,
-    reply_of,
-    request_of,
-    value_of,
-)
+from turnstream.generator.transport.messages import call_of, reply_of, request_of, value_of
 from turnstream.store.client.replies import error_text
 from turnstream.store.run.rewards import encode_reward
 from turnstream.types import GroupOpened, Purpose, TrajectoryKey
@@ -50,14 +45,7 @@ RUN, WRITER = "maze~2", "gpu%207"
 _GROUP = GroupOpened(group_id="task-7", prompt_uid="p", num_samples=4)
 _ID = "task-7/3/1"
 EXAMPLES: Final[tuple[Any, ...]] = (
-    OpenGroup(
-        RUN,
-        WRITER,
-        _GROUP,
-        [_ID, "task-7/0/0"],
-        prompt_number=9,
-        is_again=True,
-    ),
+    OpenGroup(RUN, WRITER, _GROUP, [_ID, "task-7/0/0"], prompt_number=9, is_again=True),
     AppendTurns(RUN, WRITER, _ID, 5, True, 2, [b"turn", b"seal"], True),
     PostSeals(RUN, WRITER, [PostedSeal(_ID, 5, True, 700, b"seal")]),
     Abandon(RUN, WRITER, _ID, 5, "crashed"),

@@ -179,10 +179,7 @@ def test_released_seal_is_known_if_its_payload_is_finished() -> None:
             [NEVER_OR_OVER],
             ResponseError("FENCED the trajectory was abandoned, and its payload released"),
         ],
-        [
-            [NEVER_OR_OVER],
-            ResponseError("FENCED the trajectory was never opened, or is released"),
-        ],
+        [[NEVER_OR_OVER], ResponseError("FENCED the trajectory was never opened, or is released")],
         [[NEVER_OR_OVER], 0, [NEVER_OR_OVER]],
         [[b"FENCED g/0/0 is being written by x"]],
     ],

@@ -31,7 +31,7 @@ LAYOUTS = {
 }
 SYNONYMS = {"trained_tokens", "advantages", "logprobs", "token_weights"}
 LOGPROBS_OF_MODELS = {
-    *("response_logprobs", "next_token_logprobs", "token_logprobs", "token_entropies"),
+    *("response_logprobs", "next_token_logprobs", "token_logprobs", "token_entropies")
 }
 LOSSES = (losses, policy_losses)
 TOOLS = {"log_ratio", "clipped_exp", "sum_over_row", "mean_over_row", "masked"}

@@ -57,10 +57,7 @@ def test_tensors_equal_the_layout_of_the_batching_core() -> None:
     part = to_torch(mini_batch)
 
     padded = left_padded(
-        mini_batch.rows,
-        width=info.width,
-        response_width=info.response_width,
-        pad_token_id=9,
+        mini_batch.rows, width=info.width, response_width=info.response_width, pad_token_id=9
     )
     assert part.token_weights_BR is None
     for name in {field.name for field in fields(padded)} - {"extras"}:

@@ -57,10 +57,7 @@ def _read(name: str, *, release: str = "0.38.0", **changes: Any) -> ModelCall:
             *("save_for_sampler", "0.16.1", ("S:train:0", 5)),
             SaveForSampler("final", None, "snapshot", None, {}),
         ),
-        (
-            *("save_external", "0.38.0", ("S:train:0", 6)),
-            SaveExternal("final", 3600, [RECIPIENT]),
-        ),
+        (*("save_external", "0.38.0", ("S:train:0", 6)), SaveExternal("final", 3600, [RECIPIENT])),
         (
             *("load_weights", "0.38.0", ("S:train:1", 1)),
             LoadWeights(CheckpointPath("S:train:0", "weights", "000002"), optimizer=True),
