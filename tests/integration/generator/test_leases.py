@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import pytest
 import redis
@@ -85,36 +83,18 @@ class Generator:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process."""
-        os.kill(self.process.pid, number)
-        if number == signal.SIGKILL:
-            self.process.wait(10)
+    def __enter__(self) -> Self:
+        return self
 
-    def close(self) -> None:
-        """Kill the process, if it still runs."""
+    def __exit__(self, *error: object) -> None:
         self.process.kill()
         self.process.communicate()
 
 
-@pytest.fixture
-def start_generator() -> Iterator[Callable[[str, str], Generator]]:
-    """`start_generator(url, run)` gives a generator that wrote two turns of g/0/0."""
-    with contextlib.ExitStack() as stack:
-
-        def start(url: str, run: str) -> Generator:
-            generator = Generator(url, run)
-            stack.callback(generator.close)
-            return generator
-
-        yield start
-
-
-def test_turns_of_a_killed_generator_can_be_continued_by_another(
-    store: Store, start_generator: Callable[[str, str], Generator]
-) -> None:
+def test_turns_of_a_killed_generator_can_be_continued_by_another(store: Store) -> None:
     run = store.new_run()
-    start_generator(store.url, run).signal(signal.SIGKILL)
+    with Generator(store.url, run):  # it is killed at the end of the block
+        pass
 
     with Publisher(store.url, run, writer="second") as publisher:
         with pytest.raises(ConflictError, match="g/0/0 is being written by first"):
@@ -138,17 +118,17 @@ def test_turns_of_a_killed_generator_can_be_continued_by_another(
     assert stored.states()["g/0/0"] == "sealed"
 
 
-def test_generator_that_slept_gets_the_new_owner_and_writes_nothing(
-    store: Store, start_generator: Callable[[str, str], Generator]
-) -> None:
+def test_generator_that_slept_gets_the_new_owner_and_writes_nothing(store: Store) -> None:
     run = store.new_run(lease_s=LEASE_S)
-    generator = start_generator(store.url, run)
-    generator.signal(signal.SIGSTOP)
 
-    with Publisher(store.url, run, writer="second") as publisher:
+    with (
+        Generator(store.url, run) as generator,
+        Publisher(store.url, run, writer="second") as publisher,
+    ):
+        generator.process.send_signal(signal.SIGSTOP)
         wait_for_lapse(publisher, KEY)
         episode = publisher.adopt("g", 0)
-        generator.signal(signal.SIGCONT)
+        generator.process.send_signal(signal.SIGCONT)
         late = [generator.request(line) for line in ("append", "append", "seal", "other")]
         episode.append(ids("abcdef"), ids("g"))
         episode.seal(1.0)

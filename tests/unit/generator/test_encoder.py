@@ -284,10 +284,14 @@ def test_a_group_is_drafted_in_order_and_its_errors_say_where() -> None:
     event = decode_event(drafted[0].seal.make(1))
     assert isinstance(event, SealedTrajectory)
     assert event.anchors == (anchor_hash("room 3"), None)
+    no_anchor: Any = 0.5
     for wrong, message in (
         (trajectory(reward=float("nan")), r"reward: nan is not finite"),
         (trajectory(turns[0], turn("", "C")), r"turns\[1\]\.prompt_ids: is empt"),
-        (trajectory(turns[0], turn("ab", "C", anchor=0.5)), r"turns\[1\]\.anchor: 0\.5 is not"),
+        (
+            trajectory(turns[0], turn("ab", "C", anchor=no_anchor)),
+            r"turns\[1\]\.anchor: 0\.5 is not",
+        ),
     ):
         with pytest.raises(InvalidTurnError, match=rf"trajectories\[0\]\.{message}"):
             draft_group(group("g", wrong))
