@@ -13,6 +13,18 @@ from pathlib import Path
 import pytest
 
 
+FORKED = """
+from unittest.mock import patch
+from testkit import forked
+from turnstream_server import cli
+from turnstream_server.launch import stack
+
+with patch.object(stack, "subprocess", forked.Subprocess):
+    cli.main()
+"""
+"""The command, whose services are forks of a process that has imported torch once."""
+
+
 class Job:
     """The command `turnstream` in a folder of its own.
 
@@ -29,9 +41,10 @@ class Job:
         self._mark = f"mark-{uuid.uuid4().hex}"
         self._process: subprocess.Popen[str] | None = None
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, forks: bool = False) -> subprocess.Popen[str]:
         """Start it (again) in an empty folder that is also home and temporary folder."""
-        command = [sys.executable, "-P", "-m", "turnstream_server.cli", *arguments]
+        program = ("-c", FORKED) if forks else ("-m", "turnstream_server.cli")
+        command = [sys.executable, "-P", *program, *arguments]
         outside = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME"), str(self._outside))
         environment = {**os.environ, **outside, "TURNSTREAM_TEST_MARK": self._mark}
         environment.pop("TURNSTREAM_REDIS_URL", None)
@@ -53,8 +66,8 @@ class Job:
         return self._process
 
     def run(self, *arguments: str, timeout_s: float) -> tuple[int, str]:
-        """Run it to the end: exit status and output."""
-        process = self.start(*arguments)
+        """Run it to the end, with forked services: exit status and output."""
+        process = self.start(*arguments, forks=True)
         output, _ = process.communicate(timeout=timeout_s)
         return process.returncode, output
 

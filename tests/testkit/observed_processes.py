@@ -60,9 +60,9 @@ class Process:
         """Return when /readyz has the status 200."""
         wait_until(lambda: not self.reasons(), _START_S, describe=f"readiness: {self.log_path}")
 
-    def scrape(self) -> Scrape:
+    def scrape(self, **headers: str) -> Scrape:
         """Return the metrics."""
-        status, text = self.get("/metrics")
+        status, text = self.get("/metrics", **headers)
         assert status == 200
         return scraped(text)
 

@@ -46,6 +46,10 @@ ALL_PARTS: dict[str, Any] = {
     "entropy_bonus": 0.01,
     "denominators": "recount",
 }
+RESCALED: dict[str, Any] = {
+    "loss": "clip_cov:share=0.3,low=-0.1,high=1",
+    "corrections": ["mis:low=0.5,high=1.2", "rescaled"],
+}
 _Result = TypeVar("_Result")
 WORLD_SIZES = (2, 3)
 KL_IN_REWARD = "k1:coefficient=0.1,place=reward"
@@ -74,6 +78,7 @@ class Outcome(NamedTuple):
     """Results of one rank.
 
     Attributes:
+        updates: updates of one or three ranks; empty for two.
         sharded: the same, where each rank has a shard of each weight.
         sums: summed gradients; all ranks have the first, rank 0 the second, none the third.
         random: numbers after a checkpoint was saved, and after it was restored.
@@ -90,8 +95,8 @@ class Outcome(NamedTuple):
 
 def outcome(ranks: Ranks, folder: Path) -> Outcome:
     """Make each update with new engines; every rank calls it."""
-    updates = _updates(ranks, parallel="ddp")
-    sharded = updates if ranks.world_size == 1 else _updates(ranks, parallel="fsdp2")
+    updates = {} if ranks.world_size == 2 else _updates(ranks, parallel="ddp")
+    sharded = _updates(ranks, parallel="fsdp2") if ranks.world_size == 3 else updates
     resumed = {} if ranks.world_size == 1 else _resume(ranks, folder)
     return Outcome(updates, sharded, _sums(ranks), _refusal(ranks), _random(ranks, folder), resumed)
 
@@ -115,6 +120,9 @@ def _updates(ranks: Ranks, *, parallel: Parallel) -> dict[str, Updated]:
             config=ObjectiveConfig.parse(**ALL_PARTS),
             reference=make_model(seed=3),
             parallel=parallel,
+        ),
+        "rescaled": _update(
+            ranks, many, config=ObjectiveConfig.parse(**RESCALED), parallel=parallel
         ),
         "critic": _update_critic(ranks, many, few, parallel=parallel),
         "critic, a row without logprobs": _update_critic(

@@ -56,8 +56,7 @@ def silent_store() -> Iterator[str]:
 @pytest.mark.parametrize(
     "module",
     [
-        *("typer", "rich", "inspect", "turnstream.errors", "turnstream_server.cli.store"),
-        *("pydantic_core", "turnstream_server.settings", "numpy", "redis"),
+        *("typer", "inspect", "turnstream.errors", "pydantic_core", "redis"),
     ],
 )
 def test_interrupt_during_an_import_prints_no_traceback(module: str, silent_store: str) -> None:
@@ -81,7 +80,7 @@ def test_interrupt_swallowed_by_an_import_still_ends_the_command(silent_store: s
     assert (ended.returncode, ended.stderr) == (130, "")
 
 
-@pytest.mark.parametrize("after_s", [0, 0.1, 0.3, 0.8, 2.0])
+@pytest.mark.parametrize("after_s", [0, 0.3, 2.0])
 def test_interrupt_of_up_leaves_no_process(after_s: float, tmp_path: Path) -> None:
     mark = f"mark-{tmp_path}-{after_s}"
     ports = ["--port", "0", "--store-port", "0", "--http-port", "0"]

@@ -58,9 +58,10 @@ def output_of(process: subprocess.Popen[str]) -> str:
     return output
 
 
-@pytest.fixture
-def services(tmp_path: Path) -> Iterator[Services]:
-    with EmbeddedServer() as store, Stack(tmp_path, store_url=store.url) as stack:
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    folder = tmp_path_factory.mktemp("services")
+    with EmbeddedServer() as store, Stack(folder, store_url=store.url) as stack:
         stack.start_batcher()
         gateway = stack.start_listening("gateway", "gateway", listen="127.0.0.1:0")
         yield Services(store.url, f"http://{gateway.address}")

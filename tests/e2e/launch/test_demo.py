@@ -43,8 +43,8 @@ def test_a_short_demo_ends_honestly_and_leaves_nothing(job: Job) -> None:
 
 
 def test_ctrl_c_stops_a_demo_with_all_its_processes(job: Job) -> None:
-    """Takes more than 5 s: all services start as a user starts them, two of them with torch."""
-    process = job.start("demo")
+    """Takes more than 5 s: all services start, two of them with torch."""
+    process = job.start("demo", forks=True)
     wait_until((job.folder / "trainer/weights/v0").exists, timeout_s=120, describe="first weights")
 
     process.send_signal(signal.SIGINT)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -120,29 +119,6 @@ def _number_of_chunks(data: list[Json]) -> int:
     return -(-len(data) // 1024)
 
 
-def pipelined(client: Client, *, data: list[Json], steps: int, name: str) -> Any:
-    """Train without awaiting anything before the last call was submitted."""
-    model = client.model()
-    futures = []
-    for _ in range(steps):
-        futures.append(model.forward_backward([datum_of(each) for each in data], "cross_entropy"))
-        model.optim_step(tinker.AdamParams(learning_rate=0.02))
-    saved = model.save_state(name)
-    losses = [each.result().metrics["loss:sum"] for each in futures]
-    return {"losses": losses, "path": saved.result().path}
-
-
-def awaited(client: Client, *, data: list[Json], steps: int, name: str) -> Any:
-    """Train as `pipelined`, and await each result."""
-    model = client.model()
-    losses = []
-    for _ in range(steps):
-        call = model.forward_backward([datum_of(each) for each in data], "cross_entropy")
-        losses.append(call.result().metrics["loss:sum"])
-        model.optim_step(tinker.AdamParams(learning_rate=0.02)).result()
-    return {"losses": losses, "path": model.save_state(name).result().path}
-
-
 def saved_and_loaded(client: Client, *, data: list[Json], name: str) -> Any:
     """Save with moments, train on, and train the same from the saved state; return both paths."""
     first = client.model()
@@ -157,25 +133,6 @@ def saved_and_loaded(client: Client, *, data: list[Json], name: str) -> Any:
         model.optim_step(_adam()).result()
         paths.append(model.save_state(f"{name}-{place}").result().path)
     return {"paths": paths, "rank": second.get_info().lora_rank}
-
-
-def refused(client: Client, *, calls: list[tuple[list[Json], str, Json]], good: list[Json]) -> Any:
-    """Return the error of each bad call, its seconds, and that a good call works afterwards."""
-    model = client.model()
-    errors = []
-    for data, loss, settings in calls:
-        began_s = time.monotonic()
-        kind: Any = loss
-
-        def call(data: Any = data, kind: Any = kind, settings: Any = settings) -> Any:
-            return model.forward_backward(
-                [datum_of(each) for each in data], kind, settings
-            ).result()
-
-        errors.append([error_of(call), time.monotonic() - began_s])
-    output = model.forward_backward([datum_of(each) for each in good], "cross_entropy").result()
-    model.optim_step(_adam()).result()
-    return {"errors": errors, "loss": output.metrics["loss:sum"]}
 
 
 def custom_loss(client: Client, *, state: str, data: list[Json], name: str) -> Any:
@@ -330,8 +287,8 @@ def _small_adam() -> Any:
 SCENARIOS: dict[str, Scenario] = {
     each.__name__: each
     for each in (
-        *(capabilities, first_state, loss_and_step, ragged_chunks, pipelined, awaited),
-        *(saved_and_loaded, refused, custom_loss, sampled, listed, trained_on_a_run, exported),
+        *(capabilities, first_state, loss_and_step, ragged_chunks),
+        *(saved_and_loaded, custom_loss, sampled, listed, trained_on_a_run, exported),
     )
 }
 

@@ -7,14 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 from turnstream.errors import InvalidConfigError, ReleasedError
 from turnstream.generator import Publisher
-from turnstream.types import StoredTurn
-from turnstream_server.console.trajectory_text import print_text, read_text, segments
+from turnstream_server.console.trajectory_text import print_text, read_text
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
@@ -107,24 +105,3 @@ def test_text_without_tokenizer_or_stored_turns_is_refused(
         group.trajectory(0).abandon("no luck").result(10)
     with pytest.raises(ReleasedError, match="turns of gone/0/0 are not stored any more"):
         place.type("text", written, "gone/0/0", "--tokenizer", str(tokenizer_folder))
-
-
-@pytest.mark.parametrize(
-    ("mask", "expected"),
-    [
-        (None, [("prompt", [3, 4]), ("sampled", [5, 6, 7])]),
-        ([1, 1, 0], [("prompt", [3, 4]), ("sampled", [5, 6]), ("masked", [7])]),
-        ([0, 1, 0], [("prompt", [3, 4]), ("masked", [5]), ("sampled", [6]), ("masked", [7])]),
-    ],
-)
-def test_segments_split_the_response_by_its_mask(mask: Any, expected: Any) -> None:
-    turn = StoredTurn(
-        index=0,
-        parent_turn=-1,
-        shared_tokens=0,
-        token_ids=np.array([3, 4, 5, 6, 7], dtype=np.int32),
-        num_response_tokens=3,
-        loss_mask=None if mask is None else np.array(mask, dtype=np.uint8),
-    )
-
-    assert [(kind, ids.tolist()) for kind, ids in segments(turn)] == expected

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -325,41 +324,6 @@ def test_weights_runs_as_printed(runner: Runner) -> None:
     assert 2 <= len(loaded) <= 4
     assert runner.names["run"].wait_for_version().weights_uri == "file:///weights/4"
     assert "policy version   4" in printed
-
-
-def test_weights_program_keeps_its_bound_while_publishing_is_slow(runner: Runner) -> None:
-    loaded: list[str] = []
-    sampled_with: list[int] = []
-    sample = sampler()
-
-    def sample_loaded() -> Any:
-        sampled_with.append(int(loaded[-1].rpartition("/")[2]))
-        return sample()
-
-    def publish(version: int) -> str:
-        time.sleep(0.25)  # many times the time of a group
-        return f"file:///weights/{version}"
-
-    runner.open(
-        "docs/weights.md",
-        sample=sample_loaded,
-        judge=lambda response_ids: float(len(sampled_with)),
-        load=loaded.append,
-        train=lambda batch, denominators: None,
-        publish_weights=publish,
-    )
-    runner.run_block()
-    runner.run_block()
-    settings = {"max_staleness": 1, "max_age_policy": "drop"}
-    run = turnstream.connect().create_run("bounded", batch_groups=1, **settings)
-    with ThreadPoolExecutor() as pool:
-        for each in [pool.submit(runner.names[name], run) for name in ("trainer", "generator")]:
-            each.result()
-
-    # Group n of two samples is trained in step n + 1, from the weights after step n.
-    ages = [number // 2 - version for number, version in enumerate(sampled_with)]
-    assert max(ages) <= 1
-    assert by_state("bounded") == {TrajectoryState.COMMITTED: 8}
 
 
 def test_sampling_runs_as_printed(runner: Runner, capsys: pytest.CaptureFixture[str]) -> None:

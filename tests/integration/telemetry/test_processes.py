@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx2
@@ -31,48 +29,68 @@ CLIENT_TRACE, CLIENT_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b716920333
 
 
 class Followed(NamedTuple):
-    """Logs, metrics and spans of one step with one trajectory."""
+    """Logs, metrics and spans of one step with one trajectory.
+
+    Attributes:
+        waits: what the trainer waited for while it was alone.
+        refused: status of its metrics without a key.
+        ended: statuses of /readyz and /healthz of the batcher after the end of the store.
+    """
 
     lines: dict[str, list[dict[str, Any]]]
     scrapes: dict[str, Scrape]
     collector: Collector
+    waits: dict[str, str]
+    refused: int
+    ended: tuple[int, int]
 
 
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Followed]:
     folder = tmp_path_factory.mktemp("followed")
     (folder / "policy.json").write_text(json.dumps(asdict(POLICY)))
+    key_file = folder / "service.key"
     with EmbeddedServer() as server, Collector() as collector:
-        with connect(server.url) as client:
-            create_run(client, "maze", config(1))
         variables = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,
             "TURNSTREAM_LOG_LEVEL": "DEBUG",
+            "TURNSTREAM_KEY_FILE": str(key_file),
         }
         with Processes(server.url, folder, **variables) as services:
-            processes = {kind: services.start(kind) for kind in ("batcher", "gateway")}
-            gateway = processes["gateway"].address
-            processes["trainer"] = services.start(
+            trainer = services.start(
                 *("trainer", "--run", "maze", "--policy", str(folder / "policy.json")),
                 *("--folder", str(folder / "trainer"), "--threads", "1"),
             )
+            wait_until(lambda: trainer.get("/healthz")[0] == 200, 60, describe="the trainer")
+            waits, refused = trainer.reasons(), trainer.get("/metrics")[0]
+            batcher, gateway = (services.start(kind) for kind in ("batcher", "gateway"))
+            with connect(server.url) as client:
+                create_run(client, "maze", config(1))
+            processes = {"batcher": batcher, "gateway": gateway, "trainer": trainer}
             for each in processes.values():
                 each.wait_until_ready()
-            _send_turn(gateway)
-            wait_until(lambda: _has_trained(processes["trainer"]), 60, describe="a trained step")
-            scrapes = {kind: each.scrape() for kind, each in processes.items()}
-            for each in processes.values():
+            assert key_file.stat().st_mode & 0o077 == 0
+            key = {"X-API-Key": key_file.read_text().strip()}
+            _send_turn(gateway.address, key)
+            wait_until(lambda: _has_trained(trainer, key), 60, describe="a trained step")
+            scrapes = {kind: each.scrape(**key) for kind, each in processes.items()}
+            for each in (gateway, trainer):
                 each.stop()
+            server.kill()
+            wait_until(lambda: "store" in batcher.reasons(), describe="the end of the store")
+            ended = batcher.get("/readyz")[0], batcher.get("/healthz")[0]
+            batcher.stop()
             lines = {kind: each.lines() for kind, each in processes.items()}
-        yield Followed(lines, scrapes, collector)
+        yield Followed(lines, scrapes, collector, waits, refused, ended)
 
 
-def _send_turn(gateway: str) -> None:
+def _send_turn(gateway: str, key: dict[str, str]) -> None:
     item = {"group_id": "g7", "sample": 0, "num_samples": 1, "seal": {"reward": 1.0}, "turn": 0}
     sent = httpx2.post(
         f"http://{gateway}/v1/runs/maze/turns",
         json={"items": [{**item, **turn_fields(turn("ab", "CD", logprobs=-0.5, version=0))}]},
         headers={
+            **key,
             "X-Request-ID": "from-the-client",
             "traceparent": f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01",
         },
@@ -81,8 +99,8 @@ def _send_turn(gateway: str) -> None:
     assert sent.status_code == 200, sent.text
 
 
-def _has_trained(trainer: Process) -> bool:
-    return trainer.scrape().value("turnstream_trainer_step", "maze") == 1
+def _has_trained(trainer: Process, key: dict[str, str]) -> bool:
+    return trainer.scrape(**key).value("turnstream_trainer_step", "maze") == 1
 
 
 def test_one_question_finds_a_turn_in_all_logs(followed: Followed) -> None:
@@ -156,38 +174,9 @@ def test_the_trace_of_a_request_is_taken_over(followed: Followed) -> None:
     assert request.attributes["http.response.status_code"] == 200
 
 
-def test_services_say_what_they_wait_for(tmp_path: Path) -> None:
-    (tmp_path / "policy.json").write_text(json.dumps(asdict(POLICY)))
-    key_file = tmp_path / "service.key"
-    with (
-        EmbeddedServer() as server,
-        Processes(server.url, tmp_path, TURNSTREAM_KEY_FILE=str(key_file)) as services,
-    ):
-        trainer = services.start(
-            *("trainer", "--run", "maze", "--policy", str(tmp_path / "policy.json")),
-            *("--folder", str(tmp_path / "trainer"), "--threads", "1"),
-        )
-        wait_until(lambda: trainer.get("/healthz")[0] == 200, 60, describe="the trainer")
-        waits = trainer.reasons()
-        refused = trainer.get("/metrics")[0]
-        batcher = services.start("batcher")
-        batcher.wait_until_ready()
-        with connect(server.url) as client:
-            create_run(client, "maze", config(1))
-        trainer.wait_until_ready()
-        key = key_file.read_text().strip()
-        found = trainer.get("/metrics", **{"X-API-Key": key})
-        server.kill()
-        wait_until(lambda: "store" in batcher.reasons(), describe="a batcher that is not ready")
-        status, _ = batcher.get("/readyz")
-        is_alive = batcher.get("/healthz")[0] == 200
-
-    assert "no run named 'maze'" in waits["run"]
-    assert "no batcher is registered" in waits["batcher"]
-    assert "engine" in waits
-    assert "store" not in waits
-    assert (refused, found[0]) == (401, 200)
-    assert "turnstream_trainer_dependency_ready" in found[1]
-    assert status == 503
-    assert is_alive
-    assert os.stat(key_file).st_mode & 0o077 == 0
+def test_services_say_what_they_wait_for(followed: Followed) -> None:
+    assert "no run named 'maze'" in followed.waits["run"]
+    assert "no batcher is registered" in followed.waits["batcher"]
+    assert "engine" in followed.waits
+    assert "store" not in followed.waits
+    assert (followed.refused, followed.ended) == (401, (503, 200))

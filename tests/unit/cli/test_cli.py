@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from testkit.forked import popen
 from turnstream_server import cli
 from turnstream_server.embedded import EmbeddedServer
 
@@ -39,9 +40,12 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TURNSTREAM_REDIS_URL", raising=False)
 
 
-def turnstream(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "turnstream_server.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def serve(*words: str) -> tuple[int, str]:
+    """Return the status and the errors of a service."""
+    command = [sys.executable, "-m", "turnstream_server.cli", "serve", *words]
+    with popen(command, stderr=subprocess.PIPE, text=True) as process:
+        _, errors = process.communicate(timeout=60)
+    return process.returncode, errors
 
 
 @pytest.mark.parametrize("command", OPERATIONS)
@@ -105,6 +109,7 @@ ADDRESSES = {
 )
 def test_wrong_input_ends_in_one_line_that_names_it(
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     words: str,
     variables: dict[str, str],
@@ -114,17 +119,23 @@ def test_wrong_input_ends_in_one_line_that_names_it(
     for name, value in variables.items():
         monkeypatch.setenv(f"TURNSTREAM_{name}", value)
 
-    done = turnstream(*words.split())
+    if words.startswith("serve "):
+        status, errors = serve(*words.split()[1:])
+    else:
+        monkeypatch.setattr(sys, "argv", ["turnstream", *words.split()])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        status, errors = ended.value.code, capsys.readouterr().err
 
-    assert done.returncode == 1
-    assert re.search(message, done.stderr)
-    assert len(done.stderr.splitlines()) == 1
+    assert status == 1
+    assert re.search(message, errors)
+    assert len(errors.splitlines()) == 1
     assert not [*tmp_path.iterdir()]
 
 
 def test_a_service_ends_when_its_standard_input_does() -> None:
     command = [sys.executable, "-m", "turnstream_server.cli", "serve", "batcher"]
-    process = subprocess.Popen(
+    process = popen(
         [*command, "--end-with-stdin", "--redis", "redis://127.0.0.1:1/0"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -137,26 +148,17 @@ def test_a_service_ends_when_its_standard_input_does() -> None:
     assert process.wait(timeout=60) is not None
 
 
-@pytest.mark.parametrize(
-    ("listen", "message"),
-    [
-        ("7600", "'7600' is not HOST:PORT, such as 127.0.0.1:7600"),
-        ("localhost", "'localhost' is not HOST:PORT"),
-        ("taken", "cannot be used, another program may listen there: choose another port"),
-    ],
-)
-def test_wrong_or_taken_port_of_the_batcher_is_one_line(
-    listen: str, message: str, tmp_path: Path
-) -> None:
-    with EmbeddedServer() as server, socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = f"127.0.0.1:{taken.getsockname()[1]}" if listen == "taken" else listen
-        done = turnstream("serve", "batcher", "--listen", address, "--redis", server.url)
+def test_wrong_or_taken_port_of_the_batcher_is_one_line() -> None:
+    with EmbeddedServer() as server, socket.create_server(("127.0.0.1", 0)) as taken:
+        for listen, message in (
+            ("7600", "'7600' is not HOST:PORT, such as 127.0.0.1:7600"),
+            ("localhost", "'localhost' is not HOST:PORT"),
+            (f"127.0.0.1:{taken.getsockname()[1]}", "cannot be used, another program may listen"),
+        ):
+            status, errors = serve("batcher", "--listen", listen, "--redis", server.url)
 
-    assert done.returncode == 1
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    assert lines[0].startswith("error: --listen: ")
-    assert message in lines[0]
-    assert "Traceback" not in done.stderr
+            assert status == 1
+            (line,) = (line for line in errors.splitlines() if line.startswith("error: "))
+            assert line.startswith("error: --listen: ")
+            assert message in line
+            assert "Traceback" not in errors

@@ -1,15 +1,29 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.settings import read_settings, unknown_name
+from turnstream_server.settings import Settings, mask_password, read_settings, unknown_name
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("TURNSTREAM_"):
+            monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("TURNSTREAM_LEASE_S", "inf", "TURNSTREAM_LEASE_S: .*finite"),
+        ("TURNSTREAM_LEASE_S", "0", "TURNSTREAM_LEASE_S: "),
+        ("TURNSTREAM_DURABILITY", "always", "TURNSTREAM_DURABILITY: "),
+        ("TURNSTREAM_BATCHER_PORT", "70000", "TURNSTREAM_BATCHER_PORT: "),
+        ("TURNSTREAM_GET_WAIT_MAX_S", "soon", "TURNSTREAM_GET_WAIT_MAX_S: "),
+        ("TURNSTREAM_LOG_LEVEL", "LOUD", "TURNSTREAM_LOG_LEVEL: "),
         ("TURNSTREAM_START_WAIT_S", "nan", "TURNSTREAM_START_WAIT_S: "),
         ("TURNSTREAM_REDIS_ULR", "redis://s", "did you mean TURNSTREAM_REDIS_URL"),
         ("TURNSTREAM_COLOUR", "red", "it is no setting; see `turnstream config`"),
@@ -33,3 +47,34 @@ def test_settings_ignore_the_service_variables_of_kubernetes() -> None:
     }
 
     assert unknown_name(of_service) is None
+
+
+def test_an_empty_variable_is_one_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNSTREAM_DATA_DIR", "")
+    monkeypatch.setenv("TURNSTREAM_REDIS_URL", "")
+
+    assert Settings() == Settings(data_dir=None, redis_url=None)
+
+
+def test_every_setting_is_printed_and_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNSTREAM_REDIS_URL", "redis://me:secret@host:1/0")
+
+    printed = Settings().printable()
+
+    assert len(printed) == len(Settings.model_fields)
+    assert printed["TURNSTREAM_REDIS_URL"] == "redis://me:***@host:1/0"
+    assert "secret" not in repr(Settings())
+
+
+@pytest.mark.parametrize(
+    ("url", "masked"),
+    [
+        ("redis://host:1/0", "redis://host:1/0"),
+        ("redis://:s@host", "redis://:***@host"),
+        ("rediss://me:s:e/c@r@host:1", "rediss://me:***@host:1"),
+        ("unix:///run/redis.sock?db=0&password=s", "unix:///run/redis.sock?db=0&password=***"),
+        ("unix://me:s@/run/redis.sock", "unix://me:***@/run/redis.sock"),
+    ],
+)
+def test_a_password_is_masked_wherever_a_url_may_carry_it(url: str, masked: str) -> None:
+    assert mask_password(url) == masked

@@ -24,7 +24,6 @@ VOCAB_SIZE = 64
 NAMES = ["", "one", "other"]
 VERSIONS = {"": 3, "one": 5, "other": 9}
 PARAMS = SamplingParams(max_tokens=12, seed=4, num_samples=2, stop_ids=(), prompt_logprobs=True)
-PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
 
 
 class Served:
@@ -85,18 +84,6 @@ def require_equal(found: SampleResult, expected: SampleResult, *, version: int) 
     assert found.prompt_logprobs is not None
     assert expected.prompt_logprobs is not None
     np.testing.assert_allclose(found.prompt_logprobs, expected.prompt_logprobs, atol=1e-5)
-
-
-def test_requests_of_all_adapters_equal_those_alone(served: Served, sampler: Sampler) -> None:
-    named = [(name, prompt) for prompt in PROMPTS for name in NAMES]
-
-    futures = [sampler.submit(prompt, PARAMS, adapter=name) for name, prompt in named]
-
-    for (name, prompt), future in zip(named, futures, strict=True):
-        expected = served.alone(name, prompt)
-        require_equal(future.result(60), expected, version=VERSIONS[name])
-    tokens = {tuple(served.alone(name, [5]).sequences[0].token_ids.tolist()) for name in NAMES}
-    assert len(tokens) == 3
 
 
 def test_unknown_adapter_is_refused_by_its_name(served: Served, sampler: Sampler) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.continuous_batch import ContinuousBatch
-from turnstream_server.models.fair_turns import ANYONE, BatchLimits, Share, next_turn
+from turnstream_server.models.fair_turns import ANYONE, BatchLimits, Share
 from turnstream_server.models.logprobs import hidden_and_head
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.sampling_params import SampledSequence, SamplingParams
@@ -87,37 +87,6 @@ def recorded_passes(model: PreTrainedModel) -> Iterator[list[tuple[int, ...]]]:
         hook.remove()
 
 
-A, B = Share("a", "1"), Share("b", "1")
-
-
-def test_turn_holds_back_all_after_the_first_that_does_not_fit() -> None:
-    limits = BatchLimits(max_sequences=3, max_cached_tokens=60)
-
-    for length, running, starts in (
-        (20, [20, 20], True),
-        (5, [5, 5, 5], False),
-        (31, [5], False),
-        (60, [], True),
-    ):
-        turn = next_turn({A: length}, [(A, each) for each in running], limits=limits)
-        assert (turn is not None) == starts
-
-
-def test_sequence_of_another_share_starts_within_a_step() -> None:
-    # The sessions of one owner count as one.
-    for big, small in ((A, B), (A, Share("a", "2"))):
-        batch = make_batch(max_sequences=8)
-        add(batch, [1] * 4, 200, num_samples=500, share=big)
-        for _ in range(5):
-            batch.step()
-
-        short = add(batch, [2], 3, share=small)
-
-        assert run(batch, steps=3) == 3
-        assert short.future.done()
-        assert len(batch.running) == 8
-
-
 def test_paused_sequences_continue_without_a_pass_and_equal_undisturbed_ones() -> None:
     prompt = [5, 6, 7, 8]
     batch, alone = make_batch(max_sequences=4), make_batch(max_sequences=4)
@@ -128,7 +97,7 @@ def test_paused_sequences_continue_without_a_pass_and_equal_undisturbed_ones() -
 
     with recorded_passes(batch.model) as shapes:
         for number in range(3):
-            add(batch, [number] * 2, 3, num_samples=2, share=B)
+            add(batch, [number] * 2, 3, num_samples=2, share=Share("b", "1"))
             batch.step()
             assert len(batch.running) == 4
         run(batch)
@@ -379,12 +348,6 @@ def test_invalid_request_is_refused_with_field_and_value(
         new_request(prompt_ids, SamplingParams(**params), limits=LIMITS, tokenizer=None)
 
     assert raised.value.field == field
-
-
-def test_rest_of_the_context_is_the_default_of_max_tokens() -> None:
-    request = new_request([1] * 8, SamplingParams(), limits=LIMITS, tokenizer=None)
-
-    assert (request.max_tokens, request.stop_ids) == (12, {7})
 
 
 def test_batch_limits_are_positive() -> None:

@@ -6,7 +6,7 @@ import torch
 
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.folders import new_folder
-from turnstream_server.models.policy import load_policy, save_policy
+from turnstream_server.models.policy import load_policy
 from turnstream_server.models.spec import SmallModelSpec, read_policy_source
 
 SPEC = SmallModelSpec(vocab_size=40, hidden_size=16, intermediate_size=16, num_layers=1)
@@ -20,19 +20,6 @@ def test_equal_specs_give_equal_weights_and_keep_the_random_state() -> None:
     assert torch.equal(before, torch.get_rng_state())
     for name, weight in first.state_dict().items():
         assert torch.equal(weight, second.state_dict()[name]), name
-
-
-def test_a_saved_policy_loads_with_the_same_weights(tmp_path: Path) -> None:
-    model = load_policy(SPEC)
-
-    save_policy(model, tmp_path / "policy")
-    loaded = load_policy(tmp_path / "policy")
-
-    assert type(loaded) is type(model)
-    assert loaded.dtype == torch.float32
-    assert (tmp_path / "policy" / "model.safetensors").is_file()
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight, loaded.state_dict()[name]), name
 
 
 def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -22,38 +22,11 @@ from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
-from turnstream_server.trainer.settings import AdamSettings, Layout
+from turnstream_server.trainer.settings import AdamSettings
 
 ONE = AdapterConfig(rank=4, seed=1, train_unembedding=True)
-OTHER = AdapterConfig(rank=2, alpha=8.0, seed=2, train_mlp=False)
 ADVANTAGES = ([1.0, -0.5, 0.25, -1.5], [-1.0, 0.5, 2.0, 0.5], [0.5, 0.5, -1.0, 1.0])
 SPEC = SmallModelSpec(vocab_size=128, hidden_size=16, intermediate_size=16, num_layers=1)
-
-
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_adapters_trained_alternately_equal_each_trained_alone(layout: Layout) -> None:
-    together = Adapters(make_model(), Path())
-    one, other = together.add("one", ONE), together.add("other", OTHER)
-    first, second = (_engine(each, layout=layout) for each in (one, other))
-
-    for numbers in ((0, 1), (1, 2), (2, 0)):
-        turns = [
-            engine.forward_backward_turns(_batch(number), aggregation="token_mean")
-            for engine, number in zip((first, second), numbers, strict=True)
-        ]
-        # One forward pass of each in turn; the last ones end the work.
-        while turns:
-            turns = [each for each in turns if next(each, "end") is None]
-        for engine in (first, second):
-            engine.optim_step(AdamSettings(learning_rate=1e-2))
-
-    for adapter, config, numbers in ((one, ONE, (0, 1, 2)), (other, OTHER, (1, 2, 0))):
-        alone = Adapters(make_model(), Path()).add("alone", config)
-        engine = _engine(alone, layout=layout)
-        for number in numbers:
-            engine.update(_batch(number), aggregation="token_mean")
-        assert _equal(adapter, alone)
-        assert not _equal(adapter, Adapters(make_model(), Path()).add("new", config))
 
 
 def test_training_an_adapter_changes_no_weight_of_the_base_model() -> None:
@@ -193,8 +166,3 @@ def _trained(engine: Engine) -> list[Tensor]:
 def _weights(folder: Path) -> list[Tensor]:
     loaded = load_policy(folder)
     return [weight for name, weight in loaded.named_parameters() if ".lora_" in name]
-
-
-def _equal(one: Adapter, other: Adapter) -> bool:
-    pairs = zip(one.named_parameters(), other.named_parameters(), strict=True)
-    return all(torch.equal(weight, again) for (_, weight), (_, again) in pairs)

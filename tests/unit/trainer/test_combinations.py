@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, get_args
 
@@ -17,7 +17,8 @@ from testkit.objective_reference import Token, reference_loss
 from testkit.training import pulled
 from turnstream.errors import InvalidConfigError
 from turnstream.types import Aggregation, Denominators, Ragged
-from turnstream.worker.tensors import to_torch
+from turnstream.worker.layouts import packed_to_torch
+from turnstream.worker.tensors import RowTensors, to_torch
 from turnstream_server.trainer.combinations import check_critic
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
@@ -50,7 +51,8 @@ _MINI_BATCH = pulled(
     denominators=Denominators(_NUM_TOKENS, 5, 4, 2, 4.0, _CONSTANT),
     micro_batches=((4, 0), (5, 1, 2), (3,)),
 )
-_PARTS = [*to_torch(_MINI_BATCH).micro_batches()]
+_PARTS: Sequence[RowTensors] = [*to_torch(_MINI_BATCH).micro_batches()]
+_PACKED: Sequence[RowTensors] = packed_to_torch(_MINI_BATCH)
 _BEHAVIOUR = -_RNG.exponential(1.0, _NUM_TOKENS) - 0.1
 _RECOMPUTED = np.minimum(_BEHAVIOUR + _RNG.normal(0, 0.3, _NUM_TOKENS), -0.01)
 _CURRENT = np.minimum(_RECOMPUTED + _RNG.normal(0, 0.25, _NUM_TOKENS), -0.01)
@@ -148,34 +150,36 @@ def _refusal(options: Features) -> str:
     return ""
 
 
-def _spread(values: torch.Tensor) -> list[torch.Tensor]:
+def _spread(values: torch.Tensor, parts: Sequence[RowTensors] = _PARTS) -> list[torch.Tensor]:
     """Return values of the trained tokens at their places in each micro-batch; NaN elsewhere."""
     by_row = dict(enumerate(values.split(_TRAINED)))
     spread: list[torch.Tensor] = []
-    for part in _PARTS:
+    for part in parts:
         empty_BR = torch.full(part.trained_tokens.shape, math.nan, dtype=torch.float64)
         own = [by_row[row] for row in part.row_id_B.tolist() if row >= 0]
         spread.append(empty_BR.masked_scatter(part.trained_tokens, torch.cat(own)))
     return spread
 
 
-def _found(config: ObjectiveConfig, aggregation: Any) -> tuple[float, np.ndarray]:
+def _found(
+    config: ObjectiveConfig, aggregation: Any, parts: Sequence[RowTensors]
+) -> tuple[float, np.ndarray]:
     """Return loss and gradients of current log-probabilities and entropies, by the trainer."""
     old = _BEHAVIOUR if config.proximal == "rollout" else _RECOMPUTED
     current, entropy = (torch.tensor(each, requires_grad=True) for each in (_CURRENT, _ENTROPY))
     columns = {
-        "current_BR": _spread(current),
-        "old_BR": _spread(torch.from_numpy(old)),
-        "behaviour_BR": _spread(torch.from_numpy(_BEHAVIOUR)),
-        "reference_BR": _spread(torch.from_numpy(_REFERENCE)),
-        "entropies_BR": _spread(entropy),
+        "current_BR": _spread(current, parts),
+        "old_BR": _spread(torch.from_numpy(old), parts),
+        "behaviour_BR": _spread(torch.from_numpy(_BEHAVIOUR), parts),
+        "reference_BR": _spread(torch.from_numpy(_REFERENCE), parts),
+        "entropies_BR": _spread(entropy, parts),
     }
     scores = [
         TokenScores(**{name: column[i] for name, column in columns.items()})
-        for i in range(len(_PARTS))
+        for i in range(len(parts))
     ]
     objective = Objective(config)
-    prepared = objective.prepare(_PARTS, scores, rows=_ROWS, seed=0)
+    prepared = objective.prepare(parts, scores, rows=_ROWS, seed=0)
     losses = [
         objective.loss(ready, score, aggregation=aggregation)[0]
         for ready, score in zip(prepared, scores, strict=True)
@@ -216,8 +220,13 @@ def _with_gradient(loss: torch.Tensor, *leaves: torch.Tensor) -> tuple[float, np
     return loss.item(), torch.cat(gradients).numpy()
 
 
-def _assert_equals_reference(config: ObjectiveConfig, *, aggregation: str = "token_mean") -> None:
-    loss, gradient = _found(config, aggregation)
+def _assert_equals_reference(
+    config: ObjectiveConfig,
+    *,
+    aggregation: str = "token_mean",
+    parts: Sequence[RowTensors] = _PARTS,
+) -> None:
+    loss, gradient = _found(config, aggregation, parts)
     expected, expected_gradient = _expected(config, aggregation)
 
     assert math.isfinite(loss), str(config)
@@ -236,6 +245,8 @@ def test_pair_of_settings_is_equal_to_its_reference_or_refused() -> None:
         if not expected:
             aggregation = options.get("aggregation", "token_mean")
             _assert_equals_reference(_parsed(options), aggregation=aggregation)
+            if options in FEATURES:
+                _assert_equals_reference(_parsed(options), aggregation=aggregation, parts=_PACKED)
             num_equal += 1
 
     assert num_equal > 500

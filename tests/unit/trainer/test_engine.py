@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 import testkit
-from testkit.training import make_engine, make_mini_batch, pulled
+from testkit.training import make_engine, make_mini_batch, make_model, pulled
 from turnstream.types import Ragged
 from turnstream.worker.tensors import to_torch
 from turnstream_server.models.logprobs import response_logprobs
+from turnstream_server.models.policy import recompute_layers
 from turnstream_server.trainer.engine import Engine
-from turnstream_server.trainer.settings import AdamSettings
+from turnstream_server.trainer.settings import AdamSettings, Layout
 
 
 def test_a_mini_batch_of_inert_rows_alone_changes_nothing() -> None:
@@ -43,8 +44,12 @@ def test_statistics_of_the_loss_are_means_over_trained_tokens() -> None:
     assert 0 < report.statistics["clipped_share"] < 1
 
 
-def test_rows_without_logprobs_take_those_before_the_update_and_are_counted() -> None:
-    absent = make_engine().update(make_mini_batch(logprobs=None), aggregation="token_mean")
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_rows_without_logprobs_take_those_before_the_update_and_are_counted(
+    layout: Layout,
+) -> None:
+    engine = make_engine(layout=layout)
+    absent = engine.update(make_mini_batch(logprobs=None), aggregation="token_mean")
     mixed = make_mini_batch()
     assert mixed.rows.logprobs is not None
     values = mixed.rows.logprobs.values.copy()
@@ -53,7 +58,7 @@ def test_rows_without_logprobs_take_those_before_the_update_and_are_counted() ->
     logprobs = Ragged(values, mixed.rows.logprobs.offsets)
     mixed = replace(mixed, rows=replace(mixed.rows, logprobs=logprobs))
 
-    report = make_engine().update(mixed, aggregation="token_mean")
+    report = make_engine(layout=layout).update(mixed, aggregation="token_mean")
 
     weights = [1.0] * 3 + [-0.5] + [0.25] * 3 + [-1.5] * 2
     assert absent.num_recomputed_rows == 4
@@ -94,6 +99,55 @@ def test_step_without_a_gradient_has_gradient_zero() -> None:
     assert report == expected
     assert report.gradient_norm == 0
     assert torch.equal(_weights(engine), _weights(zero))
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_bfloat16_is_close_and_keeps_float32_weights(layout: Layout) -> None:
+    engine, exact = (make_engine(layout=layout, dtype=each) for each in (torch.bfloat16, None))
+
+    for each in (engine, exact):
+        each.forward_backward(make_mini_batch(), aggregation="token_mean")
+
+    assert {weight.dtype for weight in engine.model.parameters()} == {torch.float32}
+    one, other = _gradients(engine), _gradients(exact)
+    assert not torch.equal(one, other)
+    assert float(torch.cosine_similarity(one, other, dim=0)) > 0.995
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_layers_computed_again_give_the_same_gradients(layout: Layout) -> None:
+    plain, model = make_engine(layout=layout), make_model()
+    calls: list[int] = []
+    recompute_layers(model)
+    model.get_submodule("model.layers.0.self_attn").register_forward_hook(
+        lambda *_: calls.append(1)
+    )
+    engine = make_engine(model, layout=layout)
+    calls.clear()
+
+    reports = [
+        each.forward_backward(make_mini_batch(), aggregation="token_mean")
+        for each in (engine, plain)
+    ]
+
+    assert reports[0].loss == reports[1].loss
+    assert torch.equal(_gradients(engine), _gradients(plain))
+    assert len(calls) == 4  # two for the trial of the head, the pass and the gradient
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_forward_returns_logprobs_by_row_and_keeps_gradients(layout: Layout) -> None:
+    engine = make_engine(layout=layout, temperature=0.8)
+    engine.forward_backward(make_mini_batch(), aggregation="token_mean")
+    gradients = _gradients(engine)
+    expected = make_engine(temperature=0.8).forward(make_mini_batch())
+
+    values = engine.forward(make_mini_batch(micro_batches=((3, 0), (1,), (2,))))
+
+    assert sorted(values) == [0, 1, 2, 3]
+    for row_id, logprobs in values.items():
+        np.testing.assert_allclose(logprobs, expected[row_id], rtol=1e-5, atol=1e-6)
+    assert torch.equal(_gradients(engine), gradients)
 
 
 def _weights(engine: Engine) -> Tensor:

@@ -2,7 +2,7 @@
 
 Merged and step-wise rows, with trajectory weights; padded and packed; every cut into passes; with
 and without inert rows; 1, 2 and 3 ranks, which have the whole model or shards of it. See
-`testkit.equality.cases` for the cases of shards.
+`testkit.equality.cases` for the cases of several ranks.
 
 The tolerance of the loss is 1e-5 of its value. That of a gradient is 1e-5 of its largest value.
 """
@@ -18,7 +18,7 @@ import torch
 
 from testkit.equality import Case, Found, cases, find_all, make_policy, reference, share
 from testkit.ranks import run_ranks
-from turnstream_server.trainer.ranks import Ranks
+from turnstream_server.trainer.ranks import ONE_RANK, Ranks
 from turnstream_server.trainer.settings import Parallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -49,7 +49,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], OfRanks]:
 
     @functools.cache
     def find(size: int) -> OfRanks:
-        return run_ranks((size,), tmp_path_factory.mktemp("equality"), find_all)[size]
+        folder = tmp_path_factory.mktemp("equality")
+        if size == 1:
+            return [find_all(ONE_RANK, folder)]
+        return run_ranks((size,), folder, find_all)[size]
 
     return find
 
@@ -72,8 +75,8 @@ def test_loss_and_gradients_equal_the_reference(
     layout: str,
 ) -> None:
     """Takes more than 5 s: the first case of a size starts its ranks, which compute all cases."""
-    chosen = [case for case in cases(parallel) if (case.form, case.layout) == (form, layout)]
-    assert len(chosen) >= {"ddp": 16, "fsdp2": 5}[parallel]
+    chosen = [case for case in cases(size) if (case.form, case.layout) == (form, layout)]
+    assert len(chosen) >= (16 if size == 1 else 5)
 
     for case in chosen:
         for of_rank in found(size):
@@ -129,7 +132,7 @@ def test_loss_and_gradients_over_nccl_equal_the_reference(
 ) -> None:
     (ranks,) = run_ranks((2,), tmp_path, find_all, device="cuda").values()
 
-    for case in cases(parallel):
+    for case in cases(2):
         for of_rank in ranks:
             _assert_close(of_rank[parallel][case], expected[case], tolerance=TOLERANCE_CUDA)
 

@@ -24,7 +24,6 @@ from turnstream_server.trainer.objectives.parameters import (
     LOSSES,
     Gspo,
     Mis,
-    PpoClip,
     Tis,
 )
 
@@ -46,13 +45,6 @@ def test_options_of_an_objective_become_its_settings() -> None:
         proximal="recompute",
         denominators="recount",
     )
-
-
-def test_default_is_clip_higher_with_the_dual_clip_of_the_rollout_numbers() -> None:
-    default = ObjectiveConfig(loss=PpoClip(clip_low=0.2, clip_high=0.28, dual_clip=3.0))
-
-    assert ObjectiveConfig.parse() == ObjectiveConfig() == default
-    assert TrainerConfig(run="run", folder=Path()).objective == default
 
 
 @pytest.mark.parametrize(

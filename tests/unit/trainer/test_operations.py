@@ -26,13 +26,11 @@ from turnstream.batching.rows.operations import (
     Operation,
     check_operation,
     operation_rows,
-    sums_by_request,
 )
 from turnstream.errors import BatchingError
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.types import MiniBatch, Rows
 from turnstream_server.trainer.operations import OperationLoss
-from turnstream_server.trainer.settings import AdamSettings
 
 LENGTHS = (5, 1, 9, 3, 7)
 OTHER_SETTINGS = {
@@ -152,68 +150,6 @@ def test_several_targets_of_a_position_equal_the_reference(layout: str, num_targ
     operation = make_operation("cross_entropy", num_targets=num_targets)
 
     assert_agrees(operation, layout=layout, dp_world_size=3)
-
-
-def test_gradients_of_two_calls_equal_those_of_one_with_both_data() -> None:
-    whole = make_operation("cross_entropy")
-    halves = [replace(whole, request_id=name, data=whole.data[cut]) for name, cut in _HALVES]
-    loss = OperationLoss(name="cross_entropy")
-    one, other = make_engine(), make_engine()
-
-    one.forward_backward_operations(pulled(operation_rows([whole], first_row_id=0)), loss=loss)
-    for half in halves:
-        made = pulled(operation_rows([half], first_row_id=0))
-        other.forward_backward_operations(made, loss=loss)
-
-    for mine, theirs in zip(other.model.parameters(), one.model.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
-
-
-_HALVES = (("a", slice(0, 2)), ("b", slice(2, None)))
-
-
-def test_calls_that_share_a_pass_have_losses_of_their_own() -> None:
-    whole = make_operation("importance_sampling")
-    halves = [replace(whole, request_id=name, data=whole.data[cut]) for name, cut in _HALVES]
-    loss = OperationLoss(name="importance_sampling")
-    shared = pulled(operation_rows(halves, first_row_id=3))
-
-    report = make_engine().forward_backward_operations(shared, loss=loss)
-
-    assert shared.rows.operations is not None
-    sums_B = np.array([report.losses[row] for row in shared.rows.row_id.tolist()])
-    sums = sums_by_request(shared.rows.operations, sums_B)
-    expected = Reference(whole).losses
-    assert sums["a"] == pytest.approx(sum(expected[:2]), rel=1e-5)
-    assert sums["b"] == pytest.approx(sum(expected[2:]), rel=1e-5)
-
-
-def test_forward_leaves_gradients_and_returns_the_same_report() -> None:
-    mini_batch = pulled(operation_rows([make_operation("ppo")], first_row_id=0))
-    engine, loss = make_engine(), OperationLoss(name="ppo")
-
-    before = engine.forward_operations(mini_batch, loss=loss)
-    has_gradient = any(each.grad is not None for each in engine.model.parameters())
-    after = engine.forward_backward_operations(mini_batch, loss=loss)
-
-    assert not has_gradient
-    assert before.losses == pytest.approx(after.losses)
-    for row, values in after.logprobs.items():
-        np.testing.assert_allclose(before.logprobs[row], values, rtol=1e-6)
-
-
-def test_step_after_operations_changes_weights_and_ends_the_sum() -> None:
-    mini_batch = pulled(operation_rows([make_operation("cross_entropy")], first_row_id=0))
-    engine, loss = make_engine(), OperationLoss(name="cross_entropy")
-    engine.forward_backward_operations(mini_batch, loss=loss)
-    norm = engine.optim_step(AdamSettings(learning_rate=0.0, max_grad_norm=0.0)).gradient_norm
-
-    engine.forward_backward_operations(mini_batch, loss=loss)
-    again = engine.optim_step(AdamSettings(learning_rate=0.1, max_grad_norm=0.0)).gradient_norm
-
-    assert norm > 0
-    assert again == pytest.approx(norm, rel=1e-6)
-    assert engine.num_updates == 2
 
 
 def test_rows_and_losses_that_do_not_fit_are_refused_by_name() -> None:

@@ -1,3 +1,5 @@
+"""Lines of the log, as JSON and as text."""
+
 from __future__ import annotations
 
 import io
@@ -14,15 +16,20 @@ from turnstream_server.logs import bound, configure_logging
 logger = logging.getLogger("some.module")
 
 
-@pytest.fixture
-def stream() -> Iterator[io.StringIO]:
-    """Receives the lines of the root logger, as JSON."""
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+@pytest.fixture
+def stream() -> io.StringIO:
+    """Receives the lines of the root logger, as JSON."""
     stream = io.StringIO()
     configure_logging("INFO", service="batcher", stream=stream, form="json")
-    yield stream
-    root.handlers[:], root.level = handlers, level
+    return stream
 
 
 def lines(stream: io.StringIO) -> list[dict[str, Any]]:
@@ -77,3 +84,27 @@ def test_text_of_a_caller_makes_no_line_of_its_own(stream: io.StringIO) -> None:
     assert second.endswith("some.module: failed")
     assert traceback[-1].startswith("    2026")
     assert all(line.startswith("    ") for line in traceback)
+
+
+def test_text_line_names_service_logger_and_facts_above_its_level() -> None:
+    first, second = io.StringIO(), io.StringIO()
+    configure_logging("DEBUG", service="batcher", stream=first)
+    configure_logging("INFO", service="batcher", stream=second)  # it replaces the other one
+
+    logger.info("planned %s", "run", extra={"step": 3, "groups": 8})
+    logger.debug("dropped")
+
+    assert first.getvalue() == ""
+    assert "INFO    batcher some.module: planned run step=3 groups=8\n" in second.getvalue()
+    assert "dropped" not in second.getvalue()
+
+
+@pytest.mark.parametrize(("level", "is_written"), [("INFO", False), ("DEBUG", True)])
+def test_requests_of_http_clients_are_logged_at_debug_alone(level: str, is_written: bool) -> None:
+    stream = io.StringIO()
+    configure_logging(level, service="trainer", stream=stream)
+
+    logging.getLogger("httpx2").info("HTTP Request: POST /pause")
+    logging.getLogger("uvicorn.error").info("Finished server process")
+
+    assert stream.getvalue().count("\n") == 2 * is_written
