@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-
 FORKED = """
 from unittest.mock import patch
 from testkit import forked

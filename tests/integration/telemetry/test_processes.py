@@ -32,7 +32,7 @@ class Followed(NamedTuple):
     """Logs, metrics and spans of one step with one trajectory.
 
     Attributes:
-        waits: what the trainer waited for while it was alone.
+        waits: reasons of the trainer while it was the only service.
         refused: status of its metrics without a key.
         ended: statuses of /readyz and /healthz of the batcher after the end of the store.
     """
