@@ -157,6 +157,22 @@ def test_a_reward_that_the_store_forgot_is_posted_again(
     assert own_store.read(run).counts() == {"accepted": 3, "sealed": 3}
 
 
+def test_trajectory_with_lost_old_turns_names_them(own_store: Store, past_of: PastOf) -> None:
+    run = own_store.new_run()
+
+    with Publisher(own_store.url, run, keep_s=KEEP_S) as publisher:
+        episode = publisher.trajectory("g", 0, num_samples=1)
+        episode.append(ids("ab"), ids("c")).result(10)
+        past = past_of(own_store.server)
+        episode.append(ids("abc"), ids("d")).result(10)
+        episode.append(ids("abcd"), ids("e")).result(10)
+        publisher.flush_to_disk(20)
+        past.come_back()
+
+        with pytest.raises(StoreBehindError, match="g/0/0: the store came back without turns 1 to"):
+            episode.append(ids("abcde"), ids("f")).result(10)
+
+
 def test_lost_sealed_trajectory_is_reported_by_the_next_flush(own_store: Store, clock: Any) -> None:
     run = own_store.new_run()
 
