@@ -13,7 +13,7 @@ from turnstream.store.client.connection import connect
 from turnstream_server.embedded import free_port
 from turnstream_server.launch.stack import Service, Stack
 from turnstream_server.models.byte_model import byte_model_spec, write_byte_model
-from turnstream_server.operations.bases import read_bases
+from turnstream_server.operations.models import read_bases
 
 READY_S: Final = 180.0
 

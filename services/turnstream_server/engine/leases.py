@@ -10,7 +10,7 @@ from typing import Final
 import redis
 
 from turnstream.errors import RejectedError, UnavailableError
-from turnstream_server.operations.bases import BaseModel, register_base
+from turnstream_server.operations.models import BaseModel, register_base
 
 logger = logging.getLogger(__name__)
 

@@ -26,10 +26,8 @@ from turnstream_server.engine.leases import Leases
 from turnstream_server.engine.options import EngineOptions
 from turnstream_server.models.folders import remove_folder
 from turnstream_server.operations.announcing import Wakeups
-from turnstream_server.operations.bases import BaseModel
-from turnstream_server.operations.checkpoint_paths import CheckpointPath
-from turnstream_server.operations.checkpoints import due_folders, folder_removed
-from turnstream_server.operations.models import models_of_base, read_model
+from turnstream_server.operations.checkpoints import CheckpointPath, due_folders, folder_removed
+from turnstream_server.operations.models import BaseModel, models_of_base, read_model
 
 logger = logging.getLogger(__name__)
 

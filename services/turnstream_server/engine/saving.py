@@ -11,8 +11,9 @@ import redis
 from turnstream.errors import BatchingError, RunNotFoundError
 from turnstream_server.engine.host import Host, Lockstep
 from turnstream_server.failpoints import failpoint
-from turnstream_server.operations.checkpoint_paths import CheckpointKind, CheckpointPath
 from turnstream_server.operations.checkpoints import (
+    CheckpointKind,
+    CheckpointPath,
     SavedCheckpoint,
     folder_of,
     read_checkpoint,
@@ -21,9 +22,8 @@ from turnstream_server.operations.checkpoints import (
     write_checkpoint,
 )
 from turnstream_server.operations.contents import SaveExternal, SaveForSampler, SaveWeights
-from turnstream_server.operations.keys import MODEL_ID
+from turnstream_server.operations.keys import MODEL_ID, RequestId
 from turnstream_server.operations.models import ModelRecord
-from turnstream_server.operations.request_ids import RequestId
 from turnstream_server.operations.results import Answer
 from turnstream_server.operations.samplers import SamplerRecord, write_sampler
 from turnstream_server.operations.writes import server_ms

@@ -22,8 +22,8 @@ from turnstream_server.engine.options import EngineOptions
 from turnstream_server.engine.run_streams import OpenStream
 from turnstream_server.loops import stop_signals
 from turnstream_server.models.spec import parse_bases
-from turnstream_server.operations.bases import BaseModel
 from turnstream_server.operations.log import Run
+from turnstream_server.operations.models import BaseModel
 from turnstream_server.telemetry.instruments import collected
 from turnstream_server.telemetry.readiness import Readiness
 from turnstream_server.trainer.ranks import Ranks, join_ranks

@@ -14,8 +14,7 @@ import redis.asyncio
 from turnstream.store.client.connection import MAX_BLOCK_S
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import run_command_async, run_commands
-from turnstream_server.operations.keys import DONE, WAKE
-from turnstream_server.operations.request_ids import RequestId
+from turnstream_server.operations.keys import DONE, WAKE, RequestId
 from turnstream_server.operations.writes import essential_write
 
 _WAKE_LENGTH: Final = 1_000

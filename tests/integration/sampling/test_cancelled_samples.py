@@ -15,7 +15,7 @@ from testkit.gateway_thread import GatewayThread
 from testkit.sampling import ModelFolders, SamplingClient
 from testkit.tinker_api import Api
 from turnstream_server.models.continuous_batch import ContinuousBatch
-from turnstream_server.operations.bases import BaseModel, register_base
+from turnstream_server.operations.models import BaseModel, register_base
 from turnstream_server.sampling import loop
 from turnstream_server.sampling.snapshots import Snapshots
 
