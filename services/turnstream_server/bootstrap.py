@@ -28,7 +28,7 @@ from turnstream_server.ledger.core.stores import check_store
 from turnstream_server.observed import batcher_check, observe_process, run_check
 from turnstream_server.options import split_address
 from turnstream_server.settings import Settings, checked_store_url
-from turnstream_server.telemetry.checks import folder_check, store_check
+from turnstream_server.telemetry.readiness import folder_check, store_check
 from turnstream_server.tls import read_tls
 
 if TYPE_CHECKING:

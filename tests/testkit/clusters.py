@@ -23,7 +23,7 @@ from turnstream.types import (
     Purpose,
     TrajectoryState,
 )
-from turnstream_server.batcher.planner.parking import PARK_AFTER_S
+from turnstream_server.batcher.planner.listener import PARK_AFTER_S
 from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP, Upkeep
 from turnstream_server.batcher.serving.service import BatcherOptions, serving
 from turnstream_server.ledger.admin.dead_letters import DeadLetters, read_dead_letters

@@ -33,10 +33,10 @@ from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.critic.advantages import with_advantages
 from turnstream_server.trainer.critic.critic import with_targets
 from turnstream_server.trainer.engine import Engine
+from turnstream_server.trainer.metrics import LossReport
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
 from turnstream_server.trainer.ranks import Ranks, join_ranks
-from turnstream_server.trainer.reports import LossReport
 from turnstream_server.trainer.settings import Layout, Parallel
 
 ALL_PARTS: dict[str, Any] = {

@@ -23,11 +23,10 @@ from turnstream.errors import (
     RunNotFoundError,
     UnavailableError,
 )
-from turnstream_server.engine.durable import DurableFolders, further_files
+from turnstream_server.engine.checkpoints import DurableFolders, Saver, further_files
 from turnstream_server.engine.host import Host, Lockstep
 from turnstream_server.engine.metrics import OPERATION_SECONDS, OPERATIONS
 from turnstream_server.engine.options import EngineOptions
-from turnstream_server.engine.saving import Saver
 from turnstream_server.engine.trained_runs import REPLAY_S, RunSessionEndedError, TrainedRuns
 from turnstream_server.engine.training import (
     PassError,

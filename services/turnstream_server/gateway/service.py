@@ -31,7 +31,7 @@ from turnstream_server.operations.models import read_bases
 from turnstream_server.operations.results import drop_due
 from turnstream_server.operations.sessions import close_silent
 from turnstream_server.options import split_address, write_address
-from turnstream_server.telemetry.checks import folder_check, store_check
+from turnstream_server.telemetry.readiness import folder_check, store_check
 
 logger = logging.getLogger(__name__)
 

@@ -33,9 +33,8 @@ from turnstream_server.trainer.metrics import (
 )
 from turnstream_server.trainer.publishing import WeightsPublisher
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
-from turnstream_server.trainer.reporting.device import DeviceUse
 from turnstream_server.trainer.reporting.sinks import Sinks, open_sinks
-from turnstream_server.trainer.reporting.timing import StepClock, rates
+from turnstream_server.trainer.reporting.timing import DeviceUse, StepClock, rates
 from turnstream_server.trainer.settings import Layout
 from turnstream_server.trainer.weights_server import WeightsAccess
 

@@ -1,18 +1,166 @@
-"""Publishing a version: a folder on disk, over HTTP, and in inference servers."""
+"""Publishing a version: a folder on disk, over HTTP, and in inference servers.
+
+A thread for each inference server loads the newest version.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Final, NamedTuple
 
+from turnstream.errors import RejectedError, TurnstreamError
+from turnstream.store.client.backoff import pause_after
 from turnstream.weights import write_checksums
 from turnstream_server.failpoints import failpoint
 from turnstream_server.models.folders import remove_unfinished
 from turnstream_server.trainer.checkpoint import publish_weights
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import WriteWeights
-from turnstream_server.trainer.inference_servers import inference_server
-from turnstream_server.trainer.pushing import Pushes
+from turnstream_server.trainer.inference_servers import InferenceServer, inference_server
 from turnstream_server.trainer.weights_server import WeightsAccess, advertised_url, serve_weights
+
+logger = logging.getLogger(__name__)
+
+_STOP_TIMEOUT_S: Final = 1.0
+
+
+class _Version(NamedTuple):
+    """A version to load."""
+
+    number: int
+    folder: Path
+
+
+class Pushes:
+    """Keeps inference servers at the newest version, while the trainer continues.
+
+    A server that cannot be reached is tried again, with the pauses of `turnstream.store.client.
+    backoff`, until it answers. A server that refuses a version is tried again with the next one.
+    In both cases one warning is logged until the server has loaded a version again.
+    """
+
+    def __init__(self, servers: Sequence[InferenceServer]) -> None:
+        self._pushers = [_Pusher(server) for server in servers]
+
+    def push(self, version: int, folder: Path, *, timeout_s: float) -> None:
+        """Push a newer version; return after the first attempt of each server.
+
+        A server that has not loaded the version before is not waited for. So a server that is away
+        delays one version at most.
+        """
+        waited = [pusher for pusher in self._pushers if pusher.is_current]
+        for pusher in self._pushers:
+            pusher.submit(_Version(version, folder))
+        deadline_s = time.monotonic() + timeout_s
+        for pusher in waited:
+            pusher.wait_for_attempt(version, timeout_s=deadline_s - time.monotonic())
+
+    def statistics(self) -> dict[str, int]:
+        """Return the counts by the names of `turnstream_server.trainer.reporting.declarations`."""
+        return {
+            "num_servers_behind": sum(not pusher.is_current for pusher in self._pushers),
+            "num_failed_pushes": sum(pusher.num_failures for pusher in self._pushers),
+        }
+
+    def close(self) -> None:
+        """Stop. A load in progress finishes on its server."""
+        for pusher in self._pushers:
+            pusher.stop()
+
+
+class _Pusher:
+    """Loads versions into one server, in a thread of its own.
+
+    Attributes:
+        num_failures: failed attempts since the start.
+    """
+
+    def __init__(self, server: InferenceServer) -> None:
+        self.num_failures = 0
+        self._server = server
+        self._changed = threading.Condition()
+        self._wanted: _Version | None = None
+        self._newest = self._attempted = self._loaded = -1
+        self._is_stopped = False
+        self._is_failing = False
+        self._thread = threading.Thread(target=self._run, name=f"push {server.url}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the server has the newest version; true before the first."""
+        with self._changed:
+            return self._loaded == self._newest
+
+    def submit(self, version: _Version) -> None:
+        """Replace the version to load."""
+        with self._changed:
+            self._wanted, self._newest = version, version.number
+            self._changed.notify_all()
+
+    def wait_for_attempt(self, number: int, *, timeout_s: float) -> None:
+        """Return after the first attempt at a version, whatever its outcome."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._attempted >= number, max(0.0, timeout_s))
+
+    def stop(self) -> None:
+        """End the thread, which finishes a call in progress."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+        self._thread.join(_STOP_TIMEOUT_S)
+
+    def _run(self) -> None:
+        num_in_a_row = 0
+        while (version := self._next()) is not None:
+            error = self._load(version)
+            num_in_a_row = 0 if error is None else num_in_a_row + 1
+            self._record(version, error)
+            if error is not None and not isinstance(error, RejectedError):
+                self._pause(version, pause_after(num_in_a_row))
+
+    def _next(self) -> _Version | None:
+        """Wait for a version to load; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or self._wanted is not None)
+            return None if self._is_stopped else self._wanted
+
+    def _load(self, version: _Version) -> TurnstreamError | None:
+        try:
+            self._server.load(version.number, version.folder)
+        except TurnstreamError as error:
+            return error
+        return None
+
+    def _record(self, version: _Version, error: TurnstreamError | None) -> None:
+        """Record an attempt, and log it if it changes whether the server works."""
+        with self._changed:
+            self._attempted = version.number
+            if error is None:
+                self._loaded = version.number
+            else:
+                self.num_failures += 1
+            is_over = error is None or isinstance(error, RejectedError)
+            if is_over and self._wanted is version:
+                self._wanted = None
+            self._changed.notify_all()
+        if error is not None and not self._is_failing:
+            logger.warning("version %d is not in an inference server: %s", version.number, error)
+        elif error is None and self._is_failing:
+            logger.info("%s has version %d", self._server.url, version.number)
+        self._is_failing = error is not None
+
+    def _pause(self, version: _Version, pause_s: float) -> None:
+        """Wait before the next attempt, unless there is another version or the end."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_stopped or self._wanted is not version, timeout=pause_s
+            )
 
 
 class WeightsPublisher:

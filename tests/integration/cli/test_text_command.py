@@ -14,7 +14,7 @@ from rich.console import Console
 from turnstream.errors import InvalidConfigError, ReleasedError
 from turnstream.generator import Publisher
 from turnstream.types import StoredTurn
-from turnstream_server.console.trajectory_text import print_text, read_text, segments
+from turnstream_server.console.ledger import print_text, read_text, segments
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

@@ -15,7 +15,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.cancellation import cancel_all
 from turnstream.types import PlansWithdrawn, TrajectoryDied, TrajectoryKey
 from turnstream_server.batcher.assembly.assembler import Assembler
-from turnstream_server.batcher.planner.parking import ParkedRuns
+from turnstream_server.batcher.planner.listener import ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.planner.replanning import (

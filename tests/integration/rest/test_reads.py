@@ -25,9 +25,8 @@ from turnstream_server.batcher.assembly.assembler import read_share
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.console.batches import read_batch, write_batch
 from turnstream_server.console.ledger import read_run_ledger, read_trajectory
-from turnstream_server.console.plots import read_metrics
-from turnstream_server.console.runs import read_run, read_runs
-from turnstream_server.console.status import read_reasons, read_status
+from turnstream_server.console.results import read_metrics
+from turnstream_server.console.runs import read_reasons, read_run, read_runs, read_status
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.ledger.queries import batch_facts
 

@@ -31,9 +31,14 @@ from turnstream_server.batcher.planner.replanning import (
 )
 from turnstream_server.ledger.core.scan import PAGE_BYTES, PAGE_EVENTS
 from turnstream_server.ledger.leadership.leader_fields import ParkFacts, park
-from turnstream_server.ledger.leadership.leadership import Position, RunClient, Term
 from turnstream_server.ledger.leadership.snapshots import TRIM_SLICE, trim
-from turnstream_server.ledger.leadership.writes import Changes, write_command
+from turnstream_server.ledger.leadership.writes import (
+    Changes,
+    Position,
+    RunClient,
+    Term,
+    write_command,
+)
 from turnstream_server.ledger.planning.deadlines import DEADLINES_PER_CALL, fire_orphaned, limit
 from turnstream_server.ledger.planning.ending import Attempt
 from turnstream_server.ledger.planning.plan_writes import GROUP_WEIGHT, StepFacts, commit, mark

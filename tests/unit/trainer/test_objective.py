@@ -21,6 +21,7 @@ from turnstream.errors import InvalidConfigError
 from turnstream.worker import PulledMiniBatch
 from turnstream.worker.tensors import to_torch
 from turnstream_server.trainer.engine import Engine
+from turnstream_server.trainer.metrics import UpdateReport
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
 from turnstream_server.trainer.objectives.scores import (
@@ -29,7 +30,6 @@ from turnstream_server.trainer.objectives.scores import (
     one_rank,
     token_scores,
 )
-from turnstream_server.trainer.reports import UpdateReport
 
 LOSSES = [
     *("ppo_clip:clip_high=0.28,dual_clip=3", "gspo:clip_low=0.2,clip_high=0.1", "cispo"),

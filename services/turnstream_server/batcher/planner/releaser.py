@@ -27,7 +27,7 @@ from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.admin.dead_letters import discard_oldest
 from turnstream_server.ledger.core.frontier import read_frontier_async
 from turnstream_server.ledger.leadership.leader_fields import note_trouble
-from turnstream_server.ledger.leadership.leadership import Term
+from turnstream_server.ledger.leadership.writes import Term
 from turnstream_server.ledger.planning.manifests import StoredManifest, read_manifests
 from turnstream_server.ledger.release.release import (
     COMPACT_SLICE,

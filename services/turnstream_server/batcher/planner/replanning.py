@@ -24,9 +24,9 @@ from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.frontier import NONE_WITHDRAWN, Withdrawn
-from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import (
     Changes,
+    Term,
     read_facts,
     time_ms,
     write,

@@ -13,13 +13,13 @@ from turnstream.records.snapshots import PlannerSnapshot, encode_snapshot
 from turnstream.store.client import keys
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.failpoints import failpoint
-from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.snapshots import (
     last_event_id,
     read_snapshot,
     save_snapshot,
     trim_events,
 )
+from turnstream_server.ledger.leadership.writes import Term
 from turnstream_server.ledger.release.release import compact_groups
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,7 @@ from turnstream.store.waits.awaited import store_away
 from turnstream.store.waits.bounded_call import unanswered
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.ledger.queries.run_snapshot import read_snapshot
-from turnstream_server.telemetry.instruments import counter, histogram
-from turnstream_server.telemetry.log_counts import count_error
+from turnstream_server.telemetry.instruments import count_error, counter, histogram
 from turnstream_server.telemetry.tracing import span
 
 logger = logging.getLogger(__name__)

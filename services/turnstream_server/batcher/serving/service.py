@@ -27,7 +27,7 @@ from turnstream.store.client.connection import connect_async
 from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.batchers import LEASE_S, SECURE, register_command
 from turnstream_server.batcher.assembly.assembler import Assembler
-from turnstream_server.batcher.planner.parking import PARK_AFTER_S, ParkedRuns
+from turnstream_server.batcher.planner.listener import PARK_AFTER_S, ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView

@@ -1,21 +1,137 @@
-"""Fields that a leader writes of its own: why it cannot work, and how its term has ended."""
+"""Fields that a leader writes of its own: the time of the run, why it cannot work, and its end.
+
+An operator may set the store's clock. So the leader counts with its monotonic clock, and writes
+which time of the run was which time of the store. Between two writes the store's clock counts: see
+`clock.run_ms`. The time of a run without a leader stands still.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from turnstream.errors import FencedError
 from turnstream.store.client import keys
 from turnstream.store.run import clock
-from turnstream_server.ledger.leadership.leadership import Position, Term
 from turnstream_server.ledger.leadership.writes import (
     Changes,
     Difference,
+    Position,
+    Term,
     read_facts,
     time_ms,
     write,
+    write_decision,
 )
+
+LONGEST_MOST_S: Final = 15.0
+"""Longest delay of a deadline that starts while the store's clock jumps: see run_clock.lua."""
+
+
+class ClockFacts(NamedTuple):
+    """The fields of the key `clock`, and the field `parked` of `leader`; None for missing ones."""
+
+    ms: bytes | None
+    at_ms: bytes | None
+    most_ms: bytes | None
+    parked: bytes | None = None
+
+
+class Tick(NamedTuple):
+    """The run's time, None at the beginning of a term; the store's; and the most until the next."""
+
+    own_ms: int | None
+    server_ms: int
+    most_ms: int
+
+
+def advance_clock(facts: ClockFacts, tick: Tick) -> tuple[int, Changes | None]:
+    """Return the run's time in ms, which never decreases, and the writes; None where it stays.
+
+    At the beginning of a term, a short gap since the last term counts. A longer gap may be a clock
+    that was set.
+
+    >>> facts = ClockFacts(b"1000", b"5000", b"300")
+    >>> advance_clock(facts, Tick(None, 5_200, 300))[0]
+    1200
+    >>> advance_clock(facts, Tick(None, 9_000_000, 300))[0]
+    1000
+    >>> advance_clock(facts, Tick(900, 5_200, 300))
+    (1000, None)
+    """
+    known_ms = None if facts.ms is None else int(facts.ms)
+    if known_ms is None:
+        ms = tick.server_ms if tick.own_ms is None else tick.own_ms
+    elif facts.parked is not None or (tick.own_ms is not None and tick.own_ms < known_ms):
+        return known_ms, None
+    elif tick.own_ms is not None:
+        ms = tick.own_ms
+    else:
+        gap_ms = tick.server_ms - int(facts.at_ms or 0)
+        ms = known_ms + (gap_ms if 0 <= gap_ms <= int(facts.most_ms or 0) else 0)
+    changes = Changes()
+    changes.expect("clock", "ms", facts.ms)
+    changes.expect("clock", "at_ms", facts.at_ms)
+    changes.expect("leader", "parked", facts.parked)
+    fields = ("ms", ms, "at_ms", tick.server_ms, "most_ms", tick.most_ms)
+    changes.write("HSET", "clock", *fields)
+    return ms, changes
+
+
+class RunClock:
+    """Counts the time of one run during one leadership term.
+
+    Between two ticks at most `most_s` counts. A leader that stood still does not know the deadlines
+    that were set in between.
+    """
+
+    def __init__(self, term: Term, *, most_s: float) -> None:
+        self._term = term
+        self._most_s = most_s
+        self._ms: float | None = None
+        self._ticked_s = 0.0
+        self._written: ClockFacts | None = None
+
+    async def tick(self, *, server_ms: int, own_s: float) -> None:
+        """Write the time of the run to the store; `server_ms` and `own_s` are of one moment."""
+        ms = None if self._ms is None else self._ms + self._since_ms(own_s)
+        own_ms = None if ms is None else int(ms)
+        tick = Tick(own_ms, server_ms, round(self._most_s * 1_000))
+        kept_ms = 0
+
+        def decide(facts: ClockFacts) -> Changes | None:
+            nonlocal kept_ms
+            kept_ms, changes = advance_clock(facts, tick)
+            return changes
+
+        if await write_decision(self._term, self._read, decide) is not None:
+            self._written = ClockFacts(_digits(kept_ms), _digits(server_ms), _digits(tick.most_ms))
+        self._ms = max(ms or 0, kept_ms)
+        self._ticked_s = own_s
+
+    def at(self, own_s: float) -> int:
+        """Return the run's time at a time of our own clock, in ms, rounded down."""
+        assert self._ms is not None, "a clock tells the time after its first tick"
+        return int(self._ms + self._since_ms(own_s))
+
+    def _since_ms(self, own_s: float) -> float:
+        return min(own_s - self._ticked_s, self._most_s) * 1_000
+
+    async def _read(self) -> ClockFacts:
+        """Return what the last tick has written, so that a tick is one round trip; or read it."""
+        written, self._written = self._written, None
+        if written is not None:
+            return written
+        known = keys.run_keys(self._term.run)
+        (ms, at_ms, most_ms), parked = await read_facts(
+            self._term, ("HMGET", known.clock, *clock.FIELDS), ("HGET", known.leader, "parked")
+        )
+        return ClockFacts(ms, at_ms, most_ms, parked)
+
+
+def _digits(number: int) -> bytes:
+    return b"%d" % number
+
 
 Trouble = Literal["planning_trouble", "release_trouble"]
 """The part of its work that a leader cannot do."""

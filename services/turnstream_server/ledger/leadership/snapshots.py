@@ -13,9 +13,9 @@ from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream_server.ledger.core.scan import entry_ms
-from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import (
     Changes,
+    Term,
     read_facts,
     write_decision,
     write_without_facts,

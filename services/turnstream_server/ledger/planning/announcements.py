@@ -15,10 +15,10 @@ from turnstream.store.run import clock
 from turnstream.store.run.configs import Revision, Revisions, parse_revisions
 from turnstream.types import BatchDue, ConfigRevised, RunFinished
 from turnstream_server.ledger.core.scan import hash_pages
-from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import (
     Changes,
     Difference,
+    Term,
     read_facts,
     time_ms,
     write,

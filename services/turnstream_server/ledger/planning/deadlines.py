@@ -17,10 +17,10 @@ from turnstream.store.run.configs import read_config_async
 from turnstream.store.run.leases import MAX_LAPSED, LapsedTrajectory, list_lapsed_async
 from turnstream.types import DeadlineFired, TrajectoryAbandoned
 from turnstream_server.failpoints import failpoint
-from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import (
     Changes,
     Difference,
+    Term,
     read_facts,
     time_ms,
     write_all,

@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from turnstream.store.client import keys
-from turnstream_server.ledger.leadership.leadership import Term
-from turnstream_server.ledger.leadership.writes import Changes, read_facts
+from turnstream_server.ledger.leadership.writes import Changes, Term, read_facts
 
 ALL_READ: Final = 4_096
 """Attempts of all samples of a group that are read at once. Only granted refills, and releases

@@ -23,11 +23,11 @@ from turnstream.store.client.trajectory_names import with_readable_names
 from turnstream.store.run import clock
 from turnstream.store.run.configs import parse_revisions, read_config_async
 from turnstream.types import RefillGranted, TrajectoryKey
-from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import (
     MAX_TRIES,
     Changes,
     Difference,
+    Term,
     read_facts,
     time_ms,
     write_all,

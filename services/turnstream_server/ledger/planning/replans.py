@@ -12,7 +12,7 @@ import redis
 from turnstream.errors import ConflictError, NotReadyError
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
-from turnstream_server.ledger.core.run_script import RunScript
+from turnstream_server.ledger.core.scan import RunScript
 from turnstream_server.ledger.leadership.writes import Changes
 
 _REQUEST = RunScript("request_replan", "planning", "frontier wake")

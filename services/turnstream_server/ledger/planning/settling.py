@@ -18,8 +18,7 @@ from turnstream.store.client.stored_values import damaged
 from turnstream.store.client.trajectory_names import with_readable_names
 from turnstream.store.run.evals import version_field
 from turnstream.types import TrajectoryKey
-from turnstream_server.ledger.leadership.leadership import Term
-from turnstream_server.ledger.leadership.writes import Changes, read_facts
+from turnstream_server.ledger.leadership.writes import Changes, Term, read_facts
 from turnstream_server.ledger.planning.ending import Attempt, end_attempts, read_attempts
 
 SLICE: Final = 1_000

@@ -16,9 +16,9 @@ from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.trajectory_names import with_readable_names
 from turnstream.types import SealedTrajectory, TrajectoryDied, TrajectoryKey
-from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import (
     Changes,
+    Term,
     read_facts,
     time_ms,
     write_decision,

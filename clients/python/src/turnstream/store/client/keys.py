@@ -20,7 +20,7 @@ members    hash    group name -> `<num_needed>:<highest attempt>:<refills grante
                    prompt_uid once a refill was granted
 deadlines  zset    `group:<group name>` and `reward:<trajectory id>`, by ms of the run's own time
 clock      hash    the run's own time, independent of jumps of the store's clock: `ms` at `at_ms` of
-                   the store's clock, and at most `most_ms` more, see run_clock.py
+                   the store's clock, and at most `most_ms` more, see leader_fields.py
 refills    zset    ids of granted attempts that are not open, by when they were granted
 rewards    hash    trajectory id in the ledger -> CRC of its posted reward, `late:<CRC>` after the
                    decision of its group, `missed` after its deadline
