@@ -52,12 +52,7 @@ class _Key(NamedTuple):
 
 @dataclass(slots=True)
 class _Session:
-    """One rank's part of a trainer session.
-
-    Attributes:
-        pulled: mini-batch that was pulled, and not taken.
-        stepped: step of the newest acknowledgement, and its recovery token.
-    """
+    """One rank's part of a trainer session; `stepped` has the newest step and its token."""
 
     stream: BatchStream
     pulled: PulledMiniBatch | None = None
@@ -85,12 +80,7 @@ class RunStreams:
             self._sessions[key] = _Session(self._open_stream(run, token, session))
 
     def _pull(self, model_id: str, run: str, *, timeout_s: float) -> PulledMiniBatch:
-        """Return the next mini-batch, which stays the next one until it is taken.
-
-        Raises:
-            NotReadyError: it has not come within `timeout_s`.
-            RunRefusedError: the session has ended, or the run is finished.
-        """
+        """Return the next mini-batch, which stays the next one until it is taken."""
         own = self._sessions[_Key(model_id, run)]
         if own.pulled is None:
             with _refusing(run):

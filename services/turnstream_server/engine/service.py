@@ -151,10 +151,7 @@ def _served(base: HostedBase, options: EngineOptions) -> BaseModel:
 
 
 def _tokenizer_id(name: str, options: EngineOptions) -> str:
-    """Return the folder of a tokenizer, which is known on this machine alone.
-
-    Clients find that of a name such as `org/model` by themselves: then it is "".
-    """
+    """Return the folder of a tokenizer; "" if clients find it by a name such as `org/model`."""
     folder = options.tokenizer or parse_bases(options.base_model)[name]
     is_local = options.tokenizer is not None or "/" not in name
     return str(folder.resolve()) if is_local and (folder / "tokenizer.json").is_file() else ""

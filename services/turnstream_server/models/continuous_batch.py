@@ -255,10 +255,7 @@ class ContinuousBatch:
         lane.keep(self._advance(lane.rows, logits_BV))
 
     def _admit(self) -> list[SampleSequence]:
-        """Return the sequences that start now, in turn over their shares.
-
-        They compute as many tokens as one pass over prompts may have, or one longer prompt.
-        """
+        """Return the sequences that start now, in turn over shares, of one pass over prompts."""
         admitted: list[SampleSequence] = []
         num_tokens = 0
         while first := self._waiting.first():
@@ -282,10 +279,7 @@ class ContinuousBatch:
         return admitted
 
     def _pause(self, sequence: SampleSequence) -> None:
-        """Stop a running sequence until its next turn.
-
-        Its keys and values are computed again if paused sequences have too many.
-        """
+        """Stop a running sequence until its next turn; its cache may have to be computed again."""
         lane = self._lanes[sequence.request.adapter]
         row = lane.rows.index(sequence)
         num_kept = sum(each.num_cached for each in self._waiting.paused() if each.paused)
@@ -295,11 +289,7 @@ class ContinuousBatch:
         self._waiting.add_first([sequence])
 
     def _start(self, sequences: Sequence[SampleSequence]) -> None:
-        """Compute the prompts of one adapter's sequences, and sample the next token of each.
-
-        New samples of one request share the forward pass over their prompt. Paused sequences
-        continue at the next step.
-        """
+        """Compute the prompts of an adapter's sequences, and sample the next token of new ones."""
         groups: dict[SampleRequest | SampleSequence, list[SampleSequence]] = {}
         for each in sequences:
             if each.paused:

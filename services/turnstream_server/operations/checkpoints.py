@@ -209,11 +209,7 @@ def folder_removed(client: redis.Redis, entry: str) -> None:
 
 
 def _writes(owner: str, saved: SavedCheckpoint) -> tuple[Command, Command]:
-    """Return the writes of a record and of its expiry.
-
-    An expiry without a record does no harm, and a record without its expiry would stay. So the
-    expiry is first, unless it is removed.
-    """
+    """Return the writes of a record and its expiry: a record without its expiry would stay."""
     record = essential_write("HSET", owner_keys(owner).checkpoints, *_field(saved))
     expiry = _expiry(owner, saved)
     return (record, expiry) if saved.expires_ms is None else (expiry, record)

@@ -140,10 +140,7 @@ async def close_silent(client: redis.asyncio.Redis, *, silence_s: float) -> list
 
 
 async def _silent_since(client: redis.asyncio.Redis, session_id: str) -> int:
-    """Return the server ms at which a session was first found silent: now, or by an earlier call.
-
-    A session that was not created is always silent: 0.
-    """
+    """Return the server ms at which a session was first found silent; 0 if it was not created."""
     key = session_keys(session_id).session
     with translating():
         record, since = await cast(Any, client.hmget(key, "record", "silent_ms"))

@@ -356,11 +356,7 @@ class Engine:
     def _prepare(
         self, mini_batch: PulledMiniBatch, known: Sequence[KnownPart]
     ) -> list[PreparedPart] | list[None]:
-        """Return the micro-batches as the objective prepares them; None for each if it does not.
-
-        The objective may need the current log-probabilities of the whole mini-batch. They cost one
-        more forward pass.
-        """
+        """Return the micro-batches as the objective prepares them; None for each if it does not."""
         objective = self._objective
         if not objective.needs_preparation:
             return [None] * len(known)

@@ -74,11 +74,7 @@ class Pushes:
 
 
 class _Pusher:
-    """Loads versions into one server, in a thread of its own.
-
-    Attributes:
-        num_failures: failed attempts since the start.
-    """
+    """Loads versions into one server, in a thread of its own."""
 
     def __init__(self, server: InferenceServer) -> None:
         self.num_failures = 0

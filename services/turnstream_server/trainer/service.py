@@ -98,10 +98,7 @@ def _place(model: nn.Module | None, config: TrainerConfig, *, ranks: Ranks) -> N
 
 
 def _reference(config: TrainerConfig, *, device: str) -> PreTrainedModel | None:
-    """Return the policy that the KL is measured to, without gradients; None if nothing reads it.
-
-    The default is the first policy. An adapter that begins at a whole model needs no second one.
-    """
+    """Return the policy that the KL is measured to, without gradients; None if nothing reads it."""
     if config.objective.kl is None:
         return None
     source = config.reference or _first_policy(config)

@@ -125,11 +125,7 @@ class RunPlanner:
             await asyncio.sleep(pause_after(num_failures))
 
     async def _lead_and_park(self) -> None:
-        """Lead while there is work, and wait while the run is parked; never returns.
-
-        The first term leads a parked run, too: this replica may have other settings than the one
-        that parked it.
-        """
+        """Lead while there is work, also in a parked run at first, and wait while it is parked."""
         self._leads_parked = True
         while True:
             async with PinnedClient(self._keeper.url) as store:

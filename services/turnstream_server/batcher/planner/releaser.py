@@ -169,10 +169,7 @@ class Releaser:
         self._noted = trouble
 
     async def _release_batches(self, state: ReleaseState) -> bool:
-        """Delete the payload of some released steps, and fold some that the snapshot includes.
-
-        A step is folded after its payload is deleted: until then the ledger must name it.
-        """
+        """Delete the payload of some released steps, then fold some that the snapshot includes."""
         released = max(state.folded, self._payload_through)
         has_worked = released < state.released
         if has_worked:

@@ -111,10 +111,7 @@ class PlannerSnapshots:
             self._released_groups = ()
 
     async def _find_released_groups(self, fold: RunFold) -> None:
-        """Find the decided groups of which the store posts no seal any more.
-
-        The fold must keep them until it has folded the seals that were posted before.
-        """
+        """Find the decided groups of which no seal will be posted; the fold keeps the others."""
         names = {keys.encode_name(group_id): group_id for group_id in fold.state.decided}
         gone = await compact_groups(self._term.client, self._term.run, list(names))
         self._released_at = await last_event_id(self._term.client, self._term.run)

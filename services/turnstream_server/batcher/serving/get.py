@@ -262,10 +262,7 @@ def check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
 
 
 def _check_chain(request: wire.GetRequest, batch: PlannedBatch) -> None:
-    """Refuse a caller that has another batch, or a part of one, at this place of the chain.
-
-    The store may have lost that batch, or have withdrawn it and planned its number again.
-    """
+    """Refuse a caller whose batch at this place the store has lost, or has planned again."""
     own = batch.manifest_hash
     if request.manifest_hash and request.manifest_hash != own:
         raise StoreBehindError(

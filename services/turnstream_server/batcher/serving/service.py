@@ -193,10 +193,7 @@ async def _start_planning(
     client: redis.asyncio.Redis,
     waiting: redis.asyncio.Redis,
 ) -> _Planning:
-    """Return the parts that plan every run of the store, until `stack` is closed.
-
-    `waiting` is the same store without retries, for calls that wait.
-    """
+    """Return the parts that plan every run, until `stack` is closed; `waiting` has no retries."""
     assembler = Assembler(options.redis_url, max_cache_bytes=options.cache_bytes)
     stack.push_async_callback(assembler.close)
     keeper = LeadershipKeeper(options.redis_url, owner=_owner(), lease_s=options.leader_lease_s)

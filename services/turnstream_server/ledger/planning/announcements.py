@@ -140,11 +140,7 @@ async def finish_run(term: Term, *, step: int, position: str) -> bool:
 
 
 def _lease_floor(facts: RevisionFacts, before_s: float, after_s: float) -> str:
-    """Return the field that keeps longer leases until every live writer knows the new length.
-
-    The same rule as in lease_end.lua: a floor that is further away than it ever was is from before
-    the clock was set back.
-    """
+    """Return the field that keeps longer leases until writers know it, as in lease_end.lua."""
     if after_s >= before_s:
         return ""
     until_ms = facts.now_ms + int(before_s * 1_000)

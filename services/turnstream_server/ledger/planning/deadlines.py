@@ -98,10 +98,7 @@ def fire(due: Deadline) -> Changes:
 
 
 async def _limit_deadlines(term: Term, *, run_ms: int, last_ms: float) -> bool:
-    """Let no deadline be later than one that is set now; return whether one was.
-
-    The run has shorter deadlines now, or they were set with less of its time than has passed.
-    """
+    """Let no deadline be later than one that is set now; return whether one was."""
     revision, config = await read_config_async(term.client, term.run)
     longest_s = max(config.group_deadline_s, config.reward_deadline_s)
     latest_ms = run_ms + round(longest_s * 1_000)

@@ -112,10 +112,7 @@ def _whitened(estimates: Sequence[_Estimate], *, ranks: Ranks) -> list[_Estimate
 
 
 def _statistics(estimates: Sequence[_Estimate], *, ranks: Ranks) -> dict[str, float]:
-    """Return means of values and returns over the trained tokens of the step, on all ranks.
-
-    `explained_variance` is 1 - var(return - value) / var(return); NaN if returns hardly differ.
-    """
+    """Return means of values and returns, and the explained variance, over the trained tokens."""
     values_N, returns_N = (
         np.concatenate([_trained(getattr(each, name), each.rows) for each in estimates])
         for name in ("values", "returns")

@@ -61,10 +61,7 @@ def _keys(
     means: tuple[float, float],
     seed: int,
 ) -> NDArray[np.complex128]:
-    """Return the rank of every trained token, (N,): covariance and hash; -inf: not a candidate.
-
-    Complex numbers are ordered by the real part and then by the imaginary one.
-    """
+    """Return the rank of every trained token, (N,): covariance and hash; -inf: not a candidate."""
     mask_BR = prepared.part.trained_tokens
     covariance_BR = covariances(
         scores.current_BR,
