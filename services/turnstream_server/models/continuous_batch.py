@@ -33,11 +33,7 @@ from turnstream_server.models.decoding import (
 from turnstream_server.models.fair_turns import BatchLimits, Share, next_turn
 from turnstream_server.models.kv_cache import PrefixStates, RowCache
 from turnstream_server.models.sampling import choose_tokens
-from turnstream_server.models.sampling_requests import (
-    SampleRequest,
-    SampleSequence,
-    SharedPrefix,
-)
+from turnstream_server.models.sampling_requests import SampleRequest, SampleSequence, SharedPrefix
 
 if TYPE_CHECKING:
     from turnstream_server.models.adapters import Adapters

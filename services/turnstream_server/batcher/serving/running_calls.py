@@ -14,12 +14,7 @@ import grpc
 import grpc.aio
 import redis.asyncio
 
-from turnstream.errors import (
-    InvalidConfigError,
-    StoreUnavailableError,
-    TurnstreamError,
-    WaitReason,
-)
+from turnstream.errors import InvalidConfigError, StoreUnavailableError, TurnstreamError, WaitReason
 from turnstream.records.statuses import error_to_status
 from turnstream.store.client.cancellation import cancel_all
 from turnstream.store.client.connection import address_of_client, connect

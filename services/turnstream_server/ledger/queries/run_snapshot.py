@@ -39,11 +39,7 @@ from turnstream_server.ledger.core.scan import (
     server_ms,
 )
 from turnstream_server.ledger.planning.manifests import read_plan
-from turnstream_server.ledger.queries.ledger import (
-    STATES_WITH_REASON,
-    TOP_REASONS,
-    parse_entry,
-)
+from turnstream_server.ledger.queries.ledger import STATES_WITH_REASON, TOP_REASONS, parse_entry
 from turnstream_server.ledger.release.compact_records import past_reasons
 from turnstream_server.ledger.release.release_writes import counted_reason
 from turnstream_server.ledger.sessions.observers import read_observers
