@@ -170,8 +170,8 @@ def start_trainer(
     from turnstream_server.trainer.reporting.sinks import require_packages
 
     require_packages(config)
+    from turnstream_server.trainer.publishing import WeightsAccess
     from turnstream_server.trainer.service import run_trainer
-    from turnstream_server.trainer.weights_server import WeightsAccess
 
     config = dataclasses.replace(
         config, metrics_listen=config.metrics_listen or settings.metrics_listen

@@ -30,8 +30,7 @@ from turnstream_server.models.policy import recompute_layers
 from turnstream_server.models.sharding import shard, whole, whole_weights
 from turnstream_server.models.spec import AdapterConfig
 from turnstream_server.trainer.checkpoint import Checkpoints
-from turnstream_server.trainer.critic.advantages import with_advantages
-from turnstream_server.trainer.critic.critic import with_targets
+from turnstream_server.trainer.critic.critic import with_advantages, with_targets
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.metrics import LossReport
 from turnstream_server.trainer.objectives.config import ObjectiveConfig

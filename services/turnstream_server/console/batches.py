@@ -24,7 +24,7 @@ from turnstream_server.batcher.assembly.assembler import assemble_batch, read_pl
 from turnstream_server.batcher.assembly.payload import PayloadReader
 from turnstream_server.console.store_client import store_client
 from turnstream_server.ledger.core.frontier import read_frontier
-from turnstream_server.ledger.queries.batch_facts import BatchNumbers, batch_facts
+from turnstream_server.ledger.queries.run_facts import BatchNumbers, batch_facts
 from turnstream_server.screen import facts_table, make_table, print_figures
 
 MAX_SHOWN: Final = 12

@@ -21,7 +21,7 @@ from turnstream.store.run.evals import eval_results
 from turnstream.store.run.runs import newest_version
 from turnstream.types import EvalGroup, EvalResult, Spread
 from turnstream_server.console.store_client import store_client
-from turnstream_server.ledger.queries.batch_facts import reward_curve
+from turnstream_server.ledger.queries.run_facts import reward_curve
 from turnstream_server.screen import make_table, print_figures
 from turnstream_server.settings import mask_password
 from turnstream_server.trainer.reporting.sinks import FILE_NAME, read_steps

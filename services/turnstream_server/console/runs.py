@@ -19,9 +19,9 @@ from turnstream.store.run.runs import list_runs
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.console.ledger import duration
 from turnstream_server.console.store_client import store_client
-from turnstream_server.ledger.queries.batch_facts import BatchNumbers
 from turnstream_server.ledger.queries.ledger import run_summary
 from turnstream_server.ledger.queries.run_facts import (
+    BatchNumbers,
     common_facts,
     progress_facts,
     run_facts,

@@ -24,6 +24,7 @@ from turnstream.types.names import decode_name, file_name
 from turnstream_server.engine.host import Host, Lockstep
 from turnstream_server.failpoints import failpoint
 from turnstream_server.models.folders import remove_folder
+from turnstream_server.operations.announcing import server_ms
 from turnstream_server.operations.checkpoints import (
     CheckpointKind,
     CheckpointPath,
@@ -39,7 +40,6 @@ from turnstream_server.operations.keys import MODEL_ID, RequestId
 from turnstream_server.operations.models import ModelRecord
 from turnstream_server.operations.results import Answer, Result, decode_result, encode_result
 from turnstream_server.operations.samplers import SamplerRecord, write_sampler
-from turnstream_server.operations.writes import server_ms
 
 _MODELS: Final = "models"
 _RESULT: Final = "result"

@@ -24,6 +24,8 @@ from turnstream.errors import InvalidConfigError, RejectedError
 from turnstream_server.models.decoding import (
     PREFILL,
     Prefix,
+    PrefixStates,
+    RowCache,
     check_model,
     decode_step,
     prefill,
@@ -31,7 +33,6 @@ from turnstream_server.models.decoding import (
     prompt_logprobs,
 )
 from turnstream_server.models.fair_turns import BatchLimits, Share, next_turn
-from turnstream_server.models.kv_cache import PrefixStates, RowCache
 from turnstream_server.models.sampling import choose_tokens
 from turnstream_server.models.sampling_requests import SampleRequest, SampleSequence, SharedPrefix
 

@@ -19,9 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.models.decoding import PromptLogprobs
+from turnstream_server.models.decoding import LayerStates, PrefixStates, PromptLogprobs
 from turnstream_server.models.fair_turns import ANYONE, Share
-from turnstream_server.models.kv_cache import LayerStates, PrefixStates
 from turnstream_server.models.sampling_params import (
     SampledSequence,
     SampleResult,

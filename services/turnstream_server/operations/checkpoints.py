@@ -22,8 +22,8 @@ from turnstream.errors import BatchingError, RunNotFoundError
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Command, Script, run_command
 from turnstream.types.names import file_name
+from turnstream_server.operations.announcing import essential_write, server_ms
 from turnstream_server.operations.keys import EXPIRIES, download_key, model_keys, owner_keys
-from turnstream_server.operations.writes import essential_write, server_ms
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 

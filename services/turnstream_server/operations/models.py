@@ -17,10 +17,9 @@ import redis.asyncio
 from turnstream.errors import ConflictError, EndOfRunError, RunNotFoundError
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Script, run_command, run_command_async
-from turnstream_server.operations.announcing import announce
+from turnstream_server.operations.announcing import announce, essential_write, server_ms
 from turnstream_server.operations.contents import CreateModel, encode_content, fingerprint
 from turnstream_server.operations.keys import BASES, RequestId, model_keys, models_key, owner_keys
-from turnstream_server.operations.writes import essential_write, server_ms
 
 LEASE_S: Final = 30.0
 """Seconds after which a base model without renewal is not served any more."""

@@ -26,7 +26,12 @@ from turnstream.errors import ConflictError, EndOfRunError, RejectedError, RunNo
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Script, run_command, run_command_async
 from turnstream_server.models.sampling_params import SamplingParams
-from turnstream_server.operations.announcing import Wakeups, announce, announce_finished
+from turnstream_server.operations.announcing import (
+    Wakeups,
+    announce,
+    announce_finished,
+    essential_write,
+)
 from turnstream_server.operations.contents import fingerprint
 from turnstream_server.operations.keys import (
     DONE,
@@ -38,7 +43,6 @@ from turnstream_server.operations.keys import (
 )
 from turnstream_server.operations.operation_records import pack, unpack
 from turnstream_server.operations.results import Failure, Result, encode_result, keep_unfetched
-from turnstream_server.operations.writes import essential_write
 
 _SUBMIT: Final = Script("submit_sample", "turnstream_server.operations")
 _FINISH: Final = Script("finish_sample", "turnstream_server.operations")

@@ -16,7 +16,7 @@ import redis.asyncio
 from turnstream.errors import EndOfRunError, RunNotFoundError, StoreFullError
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import run_command_async
-from turnstream_server.operations.announcing import announce, announce_end
+from turnstream_server.operations.announcing import announce, announce_end, essential_write
 from turnstream_server.operations.keys import (
     ALIVE,
     MODEL_ID,
@@ -27,7 +27,6 @@ from turnstream_server.operations.keys import (
     session_keys,
 )
 from turnstream_server.operations.models import read_model_async
-from turnstream_server.operations.writes import essential_write
 
 DEFAULT_SILENCE_S: Final = 600.0
 """Seconds without a heartbeat after which a session is closed. Clients send one every 10 s."""

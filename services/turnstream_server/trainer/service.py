@@ -36,9 +36,9 @@ from turnstream_server.trainer.critic.critic import Critic, ValueModel
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.loop import Trainer
 from turnstream_server.trainer.objectives.objective import Objective
+from turnstream_server.trainer.publishing import WeightsAccess
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks, join_ranks
 from turnstream_server.trainer.settings import Parallel
-from turnstream_server.trainer.weights_server import WeightsAccess
 
 if TYPE_CHECKING:
     from turnstream_server.models.adapters import Adapter

@@ -28,7 +28,7 @@ from turnstream.types import DeadlineFired, Event, Group, Purpose
 from turnstream_server.batcher.planner import listener
 from turnstream_server.batcher.serving.registry import RunDiscovery
 from turnstream_server.ledger.core.frontier import read_frontier
-from turnstream_server.ledger.planning.replans import request_replan
+from turnstream_server.ledger.planning.announcements import request_replan
 from turnstream_server.ledger.queries.run_snapshot import read_snapshot
 from turnstream_server.ledger.sessions.observers import declare_observer
 

@@ -50,8 +50,7 @@ from turnstream_server.ledger.sessions.sessions import announce_version, start_s
 from turnstream_server.models.policy import load_policy, save_policy
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.trainer.config import TrainerConfig
-from turnstream_server.trainer.publishing import WeightsPublisher
-from turnstream_server.trainer.weights_server import serve_weights
+from turnstream_server.trainer.publishing import WeightsPublisher, serve_weights
 
 
 class LiveRun(NamedTuple):

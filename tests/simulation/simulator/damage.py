@@ -18,7 +18,7 @@ from turnstream.batching.planning.selection import Selector
 from turnstream.records.events import decode_event
 from turnstream.store.client import keys
 from turnstream.types import SealedTrajectory, TrajectoryKey
-from turnstream_server.ledger.planning.replans import request_replan
+from turnstream_server.ledger.planning.announcements import request_replan
 
 _UNPLANNED = 0.02
 """How often, of damaged payload, it is not planned yet."""

@@ -19,8 +19,7 @@ from turnstream_server.ledger.leadership.leader_fields import (
 )
 from turnstream_server.ledger.leadership.writes import Position
 from turnstream_server.ledger.planning.deadlines import Deadline, abandon, fire, fire_orphaned
-from turnstream_server.ledger.planning.ending import Attempt
-from turnstream_server.ledger.planning.settling import GroupState
+from turnstream_server.ledger.planning.settling import Attempt, GroupState
 from turnstream_server.ledger.sessions.observers import expire
 
 MS = st.integers(min_value=0, max_value=1_000)

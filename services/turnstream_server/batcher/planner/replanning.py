@@ -32,8 +32,8 @@ from turnstream_server.ledger.leadership.writes import (
     write,
     write_decision,
 )
+from turnstream_server.ledger.planning.announcements import answered
 from turnstream_server.ledger.planning.plan_writes import move_trajectories, read_planned_groups
-from turnstream_server.ledger.planning.replans import answered
 from turnstream_server.ledger.planning.settling import GroupState
 from turnstream_server.ledger.planning.trajectories import read_seals, write_death
 

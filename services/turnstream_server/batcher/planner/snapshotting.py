@@ -13,7 +13,7 @@ from turnstream.records.snapshots import PlannerSnapshot, encode_snapshot
 from turnstream.store.client import keys
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.failpoints import failpoint
-from turnstream_server.ledger.leadership.snapshots import (
+from turnstream_server.ledger.leadership.leader_fields import (
     last_event_id,
     read_snapshot,
     save_snapshot,

@@ -23,7 +23,7 @@ from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.assembly.payload import DamagedPayloadError
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.batcher.serving.call_keys import observer_rights
+from turnstream_server.batcher.serving.requests import observer_rights
 from turnstream_server.batcher.serving.running_calls import (
     Context,
     bounded_by_store,

@@ -33,8 +33,8 @@ from turnstream_server.batcher.planner.runs import Ingested, RunView
 from turnstream_server.batcher.serving.health import StoreHealth
 from turnstream_server.batcher.serving.registry import RunRegistry
 from turnstream_server.ledger.planning.manifests import read_plan
-from turnstream_server.ledger.queries.batch_facts import BatchNumbers, numbers_of
 from turnstream_server.ledger.queries.ledger import LedgerCounts, ledger_command, parse_ledger
+from turnstream_server.ledger.queries.run_facts import BatchNumbers, numbers_of
 from turnstream_server.telemetry.instruments import Family, collected, count_error, sampled
 from turnstream_server.telemetry.readiness import Readiness
 

@@ -32,11 +32,11 @@ from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP, Upkeep
-from turnstream_server.batcher.serving.call_keys import Access
 from turnstream_server.batcher.serving.get import BatchSender
 from turnstream_server.batcher.serving.health import StoreHealth
 from turnstream_server.batcher.serving.operations import OperationSender
 from turnstream_server.batcher.serving.registry import RunDiscovery, RunRegistry
+from turnstream_server.batcher.serving.requests import Access
 from turnstream_server.batcher.serving.run_metrics import observed_replica
 from turnstream_server.batcher.serving.running_calls import ReasonCache, RunningCalls
 from turnstream_server.batcher.serving.servicer import SERVICE, BatchesServicer, handlers

@@ -25,8 +25,12 @@ from turnstream_server.ledger.leadership.writes import (
     time_ms,
     write_all,
 )
-from turnstream_server.ledger.planning.ending import Attempt, end_attempts
-from turnstream_server.ledger.planning.settling import GroupState, read_group_states
+from turnstream_server.ledger.planning.settling import (
+    Attempt,
+    GroupState,
+    end_attempts,
+    read_group_states,
+)
 
 logger = logging.getLogger(__name__)
 

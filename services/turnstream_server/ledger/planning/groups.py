@@ -33,11 +33,11 @@ from turnstream_server.ledger.leadership.writes import (
     write_all,
     write_decision,
 )
-from turnstream_server.ledger.planning.ending import read_trajectories
 from turnstream_server.ledger.planning.settling import (
     GroupState,
     end_members,
     read_group_states,
+    read_trajectories,
     settle,
     settle_evaluation,
 )

@@ -23,7 +23,7 @@ from turnstream_server.ledger.leadership.writes import (
     time_ms,
     write_decision,
 )
-from turnstream_server.ledger.planning.ending import Attempt
+from turnstream_server.ledger.planning.settling import Attempt
 
 MAX_KEPT_BYTES: Final = 4_096
 """Bytes of a rejected event's record that are kept, at most."""

@@ -36,7 +36,7 @@ from turnstream_server.ledger.leadership.writes import (
     write_decision,
     write_decisions,
 )
-from turnstream_server.ledger.planning.ending import read_trajectories
+from turnstream_server.ledger.planning.settling import read_trajectories
 from turnstream_server.ledger.release.release_writes import (
     DROPPED,
     OVER,

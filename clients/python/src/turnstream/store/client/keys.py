@@ -78,7 +78,7 @@ over       hash    bucket -> fingerprints of finished groups, see below
 letters    hash    id of a dead trajectory -> `<since, server ms>:<bytes>`
 conflicts  hash    num, writes refused for their content; last, last_ms: note_conflict.lua
 damaged    stream  rejected events of no sealed trajectory, under their own ids; fields `r`, `why`
-rejected   zset    ids of events that no leader folds, by their milliseconds: see snapshots.py
+rejected   zset    ids of events that no leader folds, by their milliseconds: see leader_fields.py
 evals      hash    version, or `unknown` -> record of the result of its evaluations
 evalgroups stream  the newest evaluated groups; field `r` = record
 snapshot   hash    position, step, record: state of the planner after the event `position`; before,
