@@ -64,6 +64,35 @@ ProcessName = Annotated[
         show_default=False,
     ),
 ]
+Insecure = Annotated[
+    bool,
+    typer.Option("--insecure", help="Need no API key, also where other machines reach it."),
+]
+MetricsListen = Annotated[
+    str,
+    typer.Option(
+        "--metrics-listen",
+        metavar="[HOST:]PORT",
+        help="Serve /metrics, /healthz and /readyz, on 127.0.0.1 by default. "
+        "Default: TURNSTREAM_METRICS_LISTEN.",
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenOptions:
+    """Options of a batcher or a gateway; `listen` is "host:port", None for the settings'."""
+
+    redis_url: Redis = ""
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0: a free one.")
+    ] = None
+    address_file: Annotated[
+        Path | None, typer.Option(help="Receives HOST:PORT once requests are served.")
+    ] = None
+    is_insecure: Insecure = False
+    metrics_listen: MetricsListen = ""
 
 
 def split_address(text: str, *, option: str, default_host: str = "") -> tuple[str, int]:

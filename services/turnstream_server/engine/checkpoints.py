@@ -23,8 +23,8 @@ from turnstream.errors import BatchingError, RunNotFoundError
 from turnstream.types.names import decode_name, file_name
 from turnstream_server.engine.host import Host, Lockstep
 from turnstream_server.failpoints import failpoint
+from turnstream_server.ledger.core.scan import server_ms
 from turnstream_server.models.folders import remove_folder
-from turnstream_server.operations.announcing import server_ms
 from turnstream_server.operations.checkpoints import (
     CheckpointKind,
     CheckpointPath,

@@ -36,13 +36,6 @@ def essential_write(name: str, key: str, *words: Argument) -> Command:
     return Command(_WRITE, (key,), (name, *words))
 
 
-def server_ms(client: redis.Redis) -> int:
-    """Return the time of the store in milliseconds."""
-    with translating():
-        seconds, microseconds = cast("tuple[int, int]", client.time())
-    return seconds * 1000 + microseconds // 1000
-
-
 _WAKE_LENGTH: Final = 1_000
 _DONE_LENGTH: Final = 10_000
 _COUNT: Final = 1_000

@@ -22,7 +22,8 @@ from turnstream.errors import BatchingError, RunNotFoundError
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Command, Script, run_command
 from turnstream.types.names import file_name
-from turnstream_server.operations.announcing import essential_write, server_ms
+from turnstream_server.ledger.core.scan import server_ms
+from turnstream_server.operations.announcing import essential_write
 from turnstream_server.operations.keys import EXPIRIES, download_key, model_keys, owner_keys
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]

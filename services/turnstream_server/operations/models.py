@@ -17,7 +17,8 @@ import redis.asyncio
 from turnstream.errors import ConflictError, EndOfRunError, RunNotFoundError
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Script, run_command, run_command_async
-from turnstream_server.operations.announcing import announce, essential_write, server_ms
+from turnstream_server.ledger.core.scan import server_ms
+from turnstream_server.operations.announcing import announce, essential_write
 from turnstream_server.operations.contents import CreateModel, encode_content, fingerprint
 from turnstream_server.operations.keys import BASES, RequestId, model_keys, models_key, owner_keys
 

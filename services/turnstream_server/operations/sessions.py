@@ -16,6 +16,7 @@ import redis.asyncio
 from turnstream.errors import EndOfRunError, RunNotFoundError, StoreFullError
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import run_command_async
+from turnstream_server.ledger.leadership.writes import time_ms
 from turnstream_server.operations.announcing import announce, announce_end, essential_write
 from turnstream_server.operations.keys import (
     ALIVE,
@@ -186,5 +187,4 @@ async def _close_model(client: redis.asyncio.Redis, model_id: str) -> None:
 
 async def _now_ms(client: redis.asyncio.Redis) -> int:
     with translating():
-        seconds, microseconds = cast("tuple[int, int]", await client.time())
-    return seconds * 1000 + microseconds // 1000
+        return time_ms(cast("tuple[int, int]", await client.time()))
