@@ -29,7 +29,7 @@ from turnstream_server.launch.stack import Stack
 from turnstream_server.models.policy import load_policy, recompute_layers
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.trainer.engine import Engine
-from turnstream_server.trainer.reporting.device import DeviceUse
+from turnstream_server.trainer.reporting.timing import DeviceUse
 from turnstream_server.trainer.settings import AdamSettings
 
 _LARGE = SmallModelSpec(vocab_size=151_936, max_positions=32_768, weight_std=0.02)

@@ -17,9 +17,8 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import Link
 from turnstream.store.client.scripts import Command, Script, pack
 from turnstream.types import TrajectoryKey
-from turnstream_server.ledger.leadership.leadership import Term
-from turnstream_server.ledger.leadership.writes import Changes, write_command
-from turnstream_server.ledger.planning.ending import Attempt
+from turnstream_server.ledger.leadership.writes import Changes, Term, write_command
+from turnstream_server.ledger.planning.settling import Attempt
 from turnstream_server.ledger.release.release import COMPACT_SLICE, GROUP_SLICE
 from turnstream_server.ledger.release.release_writes import (
     EndedFacts,

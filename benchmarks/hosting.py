@@ -20,7 +20,7 @@ from turnstream_server.launch.stack import Service, Stack
 from turnstream_server.launch.up import API_KEY
 from turnstream_server.models.byte_model import write_byte_model
 from turnstream_server.models.spec import SmallModelSpec
-from turnstream_server.operations.bases import read_bases
+from turnstream_server.operations.models import read_bases
 
 PREFIX = "/api/v1"
 PROTOBUF = "application/x-protobuf"

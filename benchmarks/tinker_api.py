@@ -122,7 +122,7 @@ def start_direct(config: dict[str, Any]) -> Any:
 
     from turnstream_server.engine.hosted_base import EngineSettings, HostedBase
     from turnstream_server.operations.models import ModelRecord
-    from turnstream_server.trainer.operations import OperationLoss
+    from turnstream_server.trainer.passes import OperationLoss
 
     torch.set_num_threads(1)
     base = HostedBase("direct", Path(config["base"]), settings=EngineSettings())

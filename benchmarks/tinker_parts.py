@@ -24,11 +24,10 @@ from turnstream_server.batcher.assembly.operation_shares import (
 from turnstream_server.gateway.routes.futures import encode_stored
 from turnstream_server.gateway.submitting import Prepared, prepare_training
 from turnstream_server.gateway.tinker.training_calls import read_training_call
-from turnstream_server.operations.bases import BaseModel
 from turnstream_server.operations.contents import CreateModel, fingerprint
 from turnstream_server.operations.keys import model_keys
 from turnstream_server.operations.log import ModelLog, Run, read_bodies, submit
-from turnstream_server.operations.models import ModelRecord, create_model
+from turnstream_server.operations.models import BaseModel, ModelRecord, create_model
 from turnstream_server.operations.results import Answer, TrainingOutput, encode_result
 
 MODEL = "parts:train:0"

@@ -21,7 +21,7 @@ from prometheus_client.metrics import MetricWrapperBase
 import turnstream_server
 from turnstream.generator import PublisherStatistics
 from turnstream_server.generators.metrics import PublisherMetrics
-from turnstream_server.telemetry.log_counts import errors, log_records
+from turnstream_server.telemetry.instruments import errors, log_records
 from turnstream_server.telemetry.readiness import Readiness
 from turnstream_server.trainer.reporting.declarations import METRICS, Metric
 

@@ -26,9 +26,9 @@ from turnstream_server import failpoints
 from turnstream_server.keys.policy import requires_key
 from turnstream_server.ledger.core.stores import check_store
 from turnstream_server.observed import batcher_check, observe_process, run_check
-from turnstream_server.options import split_address
+from turnstream_server.options import ListenOptions, split_address
 from turnstream_server.settings import Settings, checked_store_url
-from turnstream_server.telemetry.checks import folder_check, store_check
+from turnstream_server.telemetry.readiness import Readiness, folder_check, store_check
 from turnstream_server.tls import read_tls
 
 if TYPE_CHECKING:
@@ -79,36 +79,22 @@ def _given_url(settings: Settings, given: str) -> tuple[str, str]:
     return DEFAULT_URL, URL_VARIABLE
 
 
-def start_batcher(
-    settings: Settings,
-    *,
-    redis_url: str,
-    listen: str | None,
-    address_file: Path | None,
-    is_insecure: bool = False,
-    metrics_listen: str = "",
-) -> None:
+def start_batcher(settings: Settings, given: ListenOptions) -> None:
     """Serve batches until SIGTERM or SIGINT, as soon as the store answers."""
     from turnstream_server.batcher.assembly.archive import archive_step
     from turnstream_server.batcher.planner.snapshotting import Upkeep
     from turnstream_server.batcher.serving.service import BatcherOptions, run_batcher
 
-    readiness = observe_process(
-        settings, service="batcher", listen=metrics_listen, is_insecure=is_insecure
-    )
-    readiness.wait_for("store", "it has not answered yet")
-    redis_url = store_url(settings, redis_url)
-    failpoints.arm(settings.failpoint)
-    wait_for_store(redis_url, durability=settings.durability, timeout_s=settings.start_wait_s)
+    readiness, redis_url = _reach_store(settings, given, service="batcher")
     folder = settings.archive_dir
     archive = functools.partial(archive_step, redis_url, folder=folder) if folder else None
-    listen = listen or f"{settings.batcher_host}:{settings.batcher_port}"
+    listen = given.listen or f"{settings.batcher_host}:{settings.batcher_port}"
     options = BatcherOptions(
         redis_url=redis_url,
         listen=listen,
         advertise=settings.batcher_advertise,
-        address_file=address_file,
-        requires_key=_requires_key(settings, redis_url, listen, is_insecure=is_insecure),
+        address_file=given.address_file,
+        requires_key=_requires_key(settings, redis_url, listen, is_insecure=given.is_insecure),
         tls=read_tls(settings.tls_cert, settings.tls_key),
         get_wait_max_s=settings.get_wait_max_s,
         leader_lease_s=settings.lease_s,
@@ -121,42 +107,40 @@ def start_batcher(
     run_batcher(options)
 
 
-def start_gateway(
-    settings: Settings,
-    *,
-    redis_url: str,
-    folder: Path | None,
-    listen: str | None,
-    address_file: Path | None,
-    is_insecure: bool = False,
-    metrics_listen: str = "",
-) -> None:
+def start_gateway(settings: Settings, given: ListenOptions, *, folder: Path | None) -> None:
     """Serve HTTP until SIGTERM or SIGINT, as soon as the store answers."""
     from turnstream_server.batcher.assembly.assembler import read_share
     from turnstream_server.gateway.config import GatewayOptions
     from turnstream_server.gateway.service import run_gateway
 
-    readiness = observe_process(
-        settings, service="gateway", listen=metrics_listen, is_insecure=is_insecure
-    )
-    readiness.wait_for("store", "it has not answered yet")
-    redis_url = store_url(settings, redis_url)
-    failpoints.arm(settings.failpoint)
-    wait_for_store(redis_url, durability=settings.durability, timeout_s=settings.start_wait_s)
-    listen = listen or f"{settings.http_host}:{settings.http_port}"
+    readiness, redis_url = _reach_store(settings, given, service="gateway")
+    listen = given.listen or f"{settings.http_host}:{settings.http_port}"
     options = GatewayOptions(
         redis_url=redis_url,
         listen=listen,
         folder=folder,
         read_share=functools.partial(read_share, redis_url),
-        address_file=address_file,
+        address_file=given.address_file,
         names=frozenset(each.strip().lower() for each in settings.http_names.split(",") if each),
-        requires_key=_requires_key(settings, redis_url, listen, is_insecure=is_insecure),
+        requires_key=_requires_key(settings, redis_url, listen, is_insecure=given.is_insecure),
         tls=read_tls(settings.tls_cert, settings.tls_key),
         readiness=readiness,
         durability=settings.durability,
     )
     run_gateway(options)
+
+
+def _reach_store(
+    settings: Settings, given: ListenOptions, *, service: str
+) -> tuple[Readiness, str]:
+    """Observe the process and wait for the store; return the readiness and the address."""
+    insecure, listen = given.is_insecure, given.metrics_listen
+    readiness = observe_process(settings, service=service, listen=listen, is_insecure=insecure)
+    readiness.wait_for("store", "it has not answered yet")
+    redis_url = store_url(settings, given.redis_url)
+    failpoints.arm(settings.failpoint)
+    wait_for_store(redis_url, durability=settings.durability, timeout_s=settings.start_wait_s)
+    return readiness, redis_url
 
 
 def start_trainer(
@@ -170,8 +154,8 @@ def start_trainer(
     from turnstream_server.trainer.reporting.sinks import require_packages
 
     require_packages(config)
+    from turnstream_server.trainer.publishing import WeightsAccess
     from turnstream_server.trainer.service import run_trainer
-    from turnstream_server.trainer.weights_server import WeightsAccess
 
     config = dataclasses.replace(
         config, metrics_listen=config.metrics_listen or settings.metrics_listen

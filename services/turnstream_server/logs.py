@@ -86,11 +86,7 @@ def _facts(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class _LineFormatter(logging.Formatter):
-    """`time LEVEL service logger: message key=value …`, the keys from the facts.
-
-    A message and its facts are one line: line breaks and other control characters are escaped. The
-    lines of a traceback follow, indented, so that none looks like an event.
-    """
+    """`time LEVEL service logger: message key=value …`, on one line, and an indented traceback."""
 
     def __init__(self, service: str) -> None:
         super().__init__(f"%(asctime)s %(levelname)-7s {service} %(name)s: %(message)s")
@@ -110,10 +106,7 @@ def _escaped(text: str) -> str:
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object: time (RFC 3339), level, service, logger, message, facts, exception.
-
-    A fact that has the name of another field gets the name `fact_<name>`.
-    """
+    """One JSON object; a fact that has the name of another field gets the name `fact_<name>`."""
 
     def __init__(self, service: str) -> None:
         super().__init__()

@@ -15,8 +15,7 @@ from turnstream_server.keys.policy import is_loopback
 from turnstream_server.logs import configure_logging
 from turnstream_server.options import split_address
 from turnstream_server.settings import Settings
-from turnstream_server.telemetry.instruments import REGISTRY
-from turnstream_server.telemetry.log_counts import LogCounts
+from turnstream_server.telemetry.instruments import REGISTRY, LogCounts
 from turnstream_server.telemetry.readiness import Check, Readiness
 from turnstream_server.telemetry.tracing import start_tracing
 from turnstream_server.tls import read_tls

@@ -1,8 +1,4 @@
-"""Options of the command line that several commands share, and commands made of dataclasses.
-
-A dataclass of settings declares each option once: the type, the default and the help of a field
-are those of the option.
-"""
+"""Options of the command line, and the settings of the jobs that train."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import functools
 import inspect
 import secrets
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -68,6 +64,35 @@ ProcessName = Annotated[
         show_default=False,
     ),
 ]
+Insecure = Annotated[
+    bool,
+    typer.Option("--insecure", help="Need no API key, also where other machines reach it."),
+]
+MetricsListen = Annotated[
+    str,
+    typer.Option(
+        "--metrics-listen",
+        metavar="[HOST:]PORT",
+        help="Serve /metrics, /healthz and /readyz, on 127.0.0.1 by default. "
+        "Default: TURNSTREAM_METRICS_LISTEN.",
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenOptions:
+    """Options of a batcher or a gateway; `listen` is "host:port", None for the settings'."""
+
+    redis_url: Redis = ""
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0: a free one.")
+    ] = None
+    address_file: Annotated[
+        Path | None, typer.Option(help="Receives HOST:PORT once requests are served.")
+    ] = None
+    is_insecure: Insecure = False
+    metrics_listen: MetricsListen = ""
 
 
 def split_address(text: str, *, option: str, default_host: str = "") -> tuple[str, int]:
@@ -142,3 +167,53 @@ def write_address(path: Path, address: str) -> None:
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
     draft.write_text(address, encoding="utf-8")
     draft.replace(path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """Settings of `turnstream demo`."""
+
+    json_path: SummaryFile = None
+    folder: Annotated[
+        Path,
+        typer.Option("--data-dir", help="Folder of the job; an earlier demo in it is removed."),
+    ] = Path(".turnstream/demo")
+    max_seconds: Annotated[
+        float, typer.Option(min=1, help="Fail if the reward has not risen by then.")
+    ] = 300.0
+    seed: Annotated[int, typer.Option(help="Seed of weights, secrets and sampling.")] = 0
+    num_generators: Annotated[
+        int, typer.Option("--generators", min=1, help="Number of generator processes.")
+    ] = 2
+    goal: Annotated[
+        float, typer.Option(min=0, max=1, help="Mean reward of the last tenth of the games.")
+    ] = 0.8
+    lora_rank: Annotated[
+        int, typer.Option(min=0, help="Train a LoRA adapter of this rank; 0: all weights.")
+    ] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """Settings of `turnstream replay`."""
+
+    recordings: Recordings
+    tokenizer: TokenizerFolder
+    json_path: SummaryFile = None
+    folder: Annotated[
+        Path,
+        typer.Option("--data-dir", help="Folder of the job; an earlier replay in it is removed."),
+    ] = Path(".turnstream/replay")
+    max_groups: Groups = 0
+    num_processes: Annotated[
+        int, typer.Option("--processes", min=1, help="Number of replay processes.")
+    ] = 2
+    batch_groups: Annotated[int, typer.Option(min=1, help="Groups of one training step.")] = 4
+    with_logprobs: Annotated[
+        bool, typer.Option("--logprobs", help="Send log-probabilities, by the first weights.")
+    ] = False
+    dump_folder: Dump = None
+    max_seconds: Annotated[float, typer.Option(min=1, help="Longest duration, in seconds.")] = (
+        3600.0
+    )
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0

@@ -14,9 +14,8 @@ from testkit.sdks import BASE
 from turnstream_server.launch.stack import Service
 from turnstream_server.launch.up import API_KEY
 from turnstream_server.models.byte_model import byte_model_spec, write_byte_model
-from turnstream_server.operations.bases import read_bases
-from turnstream_server.operations.checkpoint_paths import CheckpointPath
-from turnstream_server.operations.checkpoints import folder_of
+from turnstream_server.operations.checkpoints import CheckpointPath, folder_of
+from turnstream_server.operations.models import read_bases
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.campaign, pytest.mark.timeout(900)]
 

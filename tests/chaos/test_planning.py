@@ -36,8 +36,8 @@ from turnstream.types import (
 )
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.ledger.core.frontier import read_frontier
+from turnstream_server.ledger.planning.announcements import await_replan, request_replan
 from turnstream_server.ledger.planning.manifests import read_plan
-from turnstream_server.ledger.planning.replans import await_replan, request_replan
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 

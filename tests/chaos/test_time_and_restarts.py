@@ -14,7 +14,7 @@ from testkit import group, ids
 from turnstream.generator import Publisher, RewardOutcome, post_reward
 from turnstream.store.client import keys
 from turnstream.types import TrajectoryKey
-from turnstream.worker import ObserverStream
+from turnstream.worker.observer import ObserverStream
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 

@@ -11,7 +11,7 @@ import pytest
 from harness.history import History
 from harness.proxy import Proxy
 from harness.rig import PATIENCE_S, Rig
-from turnstream.worker import ObserverStream
+from turnstream.worker.observer import ObserverStream
 from turnstream_server.ledger.core.frontier import read_frontier
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]

@@ -13,9 +13,12 @@ import redis
 from turnstream.errors import RejectedError, RunNotFoundError, UnavailableError
 from turnstream.store.client.connection import connect
 from turnstream_server.models.sampling_params import SampledSequence, SampleResult, StopReason
-from turnstream_server.operations.bases import BaseModel, register_base
-from turnstream_server.operations.checkpoint_paths import CheckpointPath
-from turnstream_server.operations.checkpoints import SavedCheckpoint, read_shared, write_checkpoint
+from turnstream_server.operations.checkpoints import (
+    CheckpointPath,
+    SavedCheckpoint,
+    read_shared,
+    write_checkpoint,
+)
 from turnstream_server.operations.contents import (
     CreateModel,
     ForwardBackwardRun,
@@ -26,10 +29,16 @@ from turnstream_server.operations.contents import (
     SaveWeights,
     decode_content,
 )
+from turnstream_server.operations.keys import RequestId
 from turnstream_server.operations.log import ModelLog, Run
-from turnstream_server.operations.models import ModelRecord, models_of_base, read_model
+from turnstream_server.operations.models import (
+    BaseModel,
+    ModelRecord,
+    models_of_base,
+    read_model,
+    register_base,
+)
 from turnstream_server.operations.operation_records import decode_operation
-from turnstream_server.operations.request_ids import RequestId
 from turnstream_server.operations.results import Answer, Failure, Result, TrainingOutput
 from turnstream_server.operations.samplers import (
     SampleQueue,

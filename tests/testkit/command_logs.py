@@ -12,10 +12,9 @@ import redis.asyncio
 
 from turnstream.store.client.connection import connect, connect_async
 from turnstream_server.operations.contents import CreateModel, OperationKind
-from turnstream_server.operations.keys import model_keys
+from turnstream_server.operations.keys import RequestId, model_keys
 from turnstream_server.operations.log import ModelLog, Run, submit
 from turnstream_server.operations.models import ModelRecord, create_model
-from turnstream_server.operations.request_ids import RequestId
 from turnstream_server.operations.results import Answer, Failure, decode_result
 from turnstream_server.operations.sessions import Session, add_member, open_session
 

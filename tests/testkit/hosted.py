@@ -37,9 +37,7 @@ from turnstream_server.engine.hosted_base import OPTIMIZER, EngineSettings, Host
 from turnstream_server.engine.loop import EngineLoop
 from turnstream_server.engine.options import EngineOptions
 from turnstream_server.engine.service import run_engine, sessions_at
-from turnstream_server.operations.bases import BaseModel
-from turnstream_server.operations.checkpoint_paths import CheckpointPath
-from turnstream_server.operations.checkpoints import folder_of
+from turnstream_server.operations.checkpoints import CheckpointPath, folder_of
 from turnstream_server.operations.contents import (
     CONTENT_TYPES,
     Content,
@@ -50,7 +48,7 @@ from turnstream_server.operations.contents import (
 )
 from turnstream_server.operations.keys import ALIVE, model_keys
 from turnstream_server.operations.log import Run, submit
-from turnstream_server.operations.models import ModelRecord, create_model
+from turnstream_server.operations.models import BaseModel, ModelRecord, create_model
 from turnstream_server.operations.operation_records import encode_operation
 from turnstream_server.operations.results import Answer, Failure, Result, decode_result
 from turnstream_server.operations.sessions import add_member, close_silent

@@ -48,7 +48,7 @@ from turnstream_server.gateway.rest.bodies import (
 from turnstream_server.gateway.rest.generators.plan import MAX_CALLS, MAX_FIELDS, MAX_READS
 from turnstream_server.gateway.rest.ingest.arrow_bodies import MAX_PARTS, MAX_VALUES
 from turnstream_server.ledger.core.scan import PAGE_EVENTS
-from turnstream_server.operations.bases import BaseModel
+from turnstream_server.operations.models import BaseModel
 
 LONG_EVENTS: Final = 5
 """Events of the largest size, each of which is a slice."""

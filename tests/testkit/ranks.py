@@ -30,13 +30,12 @@ from turnstream_server.models.policy import recompute_layers
 from turnstream_server.models.sharding import shard, whole, whole_weights
 from turnstream_server.models.spec import AdapterConfig
 from turnstream_server.trainer.checkpoint import Checkpoints
-from turnstream_server.trainer.critic.advantages import with_advantages
-from turnstream_server.trainer.critic.critic import with_targets
+from turnstream_server.trainer.critic.critic import with_advantages, with_targets
 from turnstream_server.trainer.engine import Engine
+from turnstream_server.trainer.metrics import LossReport
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
 from turnstream_server.trainer.ranks import Ranks, join_ranks
-from turnstream_server.trainer.reports import LossReport
 from turnstream_server.trainer.settings import Layout, Parallel
 
 ALL_PARTS: dict[str, Any] = {

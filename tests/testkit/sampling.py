@@ -20,8 +20,7 @@ from turnstream_server.models.byte_model import byte_model_spec, write_byte_mode
 from turnstream_server.models.policy import load_policy, save_policy
 from turnstream_server.models.sampling_params import SampleResult, SamplingParams
 from turnstream_server.models.spec import AdapterConfig
-from turnstream_server.operations.keys import sampler_keys, samples_key
-from turnstream_server.operations.request_ids import RequestId
+from turnstream_server.operations.keys import RequestId, sampler_keys, samples_key
 from turnstream_server.operations.results import Failure, Result, decode_result
 from turnstream_server.operations.samplers import (
     SampleRequest,

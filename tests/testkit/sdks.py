@@ -13,8 +13,7 @@ from typing import Any, Final, NamedTuple
 import pytest
 
 from testkit.forked import popen
-from turnstream_server.operations.checkpoint_paths import CheckpointPath
-from turnstream_server.operations.checkpoints import folder_of
+from turnstream_server.operations.checkpoints import CheckpointPath, folder_of
 
 NEWEST: Final = "0.38.0"
 """Release in the environment of the tests."""

@@ -7,7 +7,7 @@ from typing import Any
 import httpx2
 
 from testkit.gateway_thread import GatewayThread
-from turnstream_server.operations.bases import BaseModel
+from turnstream_server.operations.models import BaseModel
 
 
 class Api:

@@ -16,9 +16,8 @@ from turnstream.worker import PulledMiniBatch
 from turnstream_server.models.packed import enable_packing
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.spec import SmallModelSpec
-from turnstream_server.models.values import ValueModel
 from turnstream_server.trainer.critic.config import CriticConfig, GaeSettings
-from turnstream_server.trainer.critic.critic import Critic
+from turnstream_server.trainer.critic.critic import Critic, ValueModel
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.settings import AdamSettings
 

@@ -15,8 +15,7 @@ import typer
 from turnstream.errors import TurnstreamError
 from turnstream_server.cli import dead, key, run, serve, store
 from turnstream_server.cli.options import console, environment, interruptible
-from turnstream_server.launch.options import DemoOptions, ReplayOptions
-from turnstream_server.options import with_options
+from turnstream_server.options import DemoOptions, ReplayOptions, with_options
 
 app = typer.Typer(
     name="turnstream",

@@ -12,7 +12,7 @@ from turnstream.errors import InvalidConfigError
 from turnstream_server.cli.options import environment, group, interruptible
 from turnstream_server.engine.options import EngineOptions
 from turnstream_server.generators.config import LiveGeneratorConfig, ReplayConfig
-from turnstream_server.options import Redis, with_options
+from turnstream_server.options import ListenOptions, MetricsListen, with_options
 from turnstream_server.sampling.config import SamplerOptions
 from turnstream_server.trainer.config import TrainerConfig
 
@@ -28,78 +28,31 @@ EndWithStdin = Annotated[
     ),
 ]
 
-Insecure = Annotated[
-    bool,
-    typer.Option("--insecure", help="Need no API key, also where other machines reach it."),
-]
-
-MetricsListen = Annotated[
-    str,
-    typer.Option(
-        "--metrics-listen",
-        metavar="[HOST:]PORT",
-        help="Serve /metrics, /healthz and /readyz, on 127.0.0.1 by default. "
-        "Default: TURNSTREAM_METRICS_LISTEN.",
-        show_default=False,
-    ),
-]
-
 
 @app.command()
-def batcher(
-    redis: Redis = "",
-    listen: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0: a free one.")
-    ] = None,
-    address_file: Annotated[
-        Path | None, typer.Option(help="Receives HOST:PORT once batches are served.")
-    ] = None,
-    insecure: Insecure = False,
-    metrics_listen: MetricsListen = "",
-    end_with_stdin: EndWithStdin = False,
-) -> None:
+@with_options(ListenOptions)
+def batcher(options: ListenOptions, *, end_with_stdin: EndWithStdin = False) -> None:
     """Plan, assemble and serve the batches of every run in the store."""
     from turnstream_server import bootstrap
 
-    bootstrap.start_batcher(
-        environment(),
-        redis_url=redis,
-        listen=listen,
-        address_file=address_file,
-        is_insecure=insecure,
-        metrics_listen=metrics_listen,
-    )
+    bootstrap.start_batcher(environment(), options)
 
 
 @app.command()
+@with_options(ListenOptions)
 def gateway(
-    redis: Redis = "",
+    options: ListenOptions,
+    *,
     folder: Annotated[
         Path | None,
         typer.Option(help="Shared folder of the workers; without it no weights are downloaded."),
     ] = None,
-    listen: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0: a free one.")
-    ] = None,
-    address_file: Annotated[
-        Path | None, typer.Option(help="Receives HOST:PORT once requests are served.")
-    ] = None,
-    insecure: Insecure = False,
-    metrics_listen: MetricsListen = "",
     end_with_stdin: EndWithStdin = False,
 ) -> None:
     """Serve the Tinker API over HTTP."""
     from turnstream_server import bootstrap
 
-    bootstrap.start_gateway(
-        environment(),
-        redis_url=redis,
-        folder=folder,
-        listen=listen,
-        address_file=address_file,
-        is_insecure=insecure,
-        metrics_listen=metrics_listen,
-    )
+    bootstrap.start_gateway(environment(), options, folder=folder)
 
 
 @app.command()
@@ -115,11 +68,7 @@ def trainer(
 ) -> None:
     """Train a policy on the batches of a run."""
     from turnstream_server import bootstrap
-    from turnstream_server.generators.preset import (
-        preset_config,
-        preset_policy,
-        preset_rates,
-    )
+    from turnstream_server.generators.preset import preset_config, preset_policy, preset_rates
 
     if preset not in (None, "guessing"):
         message = f"{preset!r} is no preset; the only one is guessing"

@@ -34,7 +34,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show progress, ledger, newest batch and the first reason for waiting, on one screen."""
-    from turnstream_server.console import status as command
+    from turnstream_server.console import runs as command
 
     url = store_url(redis)
     if watch and not as_json:
@@ -50,7 +50,7 @@ def status(
 @app.command(rich_help_panel=PANEL)
 def why(run: RunArgument, redis: Redis = "", as_json: AsJson = False) -> None:
     """Explain why a run waits, the most important reason first."""
-    from turnstream_server.console import status as command
+    from turnstream_server.console import runs as command
 
     output(command.read_reasons(store_url(redis), run), command.print_reasons, as_json=as_json)
 
@@ -68,7 +68,7 @@ def text(
     as_json: AsJson = False,
 ) -> None:
     """Print a trajectory as text: prompts, sampled and masked tokens, turns, rewards."""
-    from turnstream_server.console import trajectory_text as command
+    from turnstream_server.console import ledger as command
 
     content = command.read_text(store_url(redis), run, trajectory, tokenizer=tokenizer)
     output(content, command.print_text, as_json=as_json, ensure_ascii=False)
@@ -112,7 +112,6 @@ def batch(
 ) -> None:
     """Show the content of one batch: sizes, rewards, advantages."""
     from turnstream_server.console import batches as command
-    from turnstream_server.console import merges
 
     url = store_url(redis)
     if out is not None:
@@ -120,7 +119,7 @@ def batch(
         paths = [str(path) for path in command.write_batch(url, run, step, out, **ranks)]
         say("\n".join(paths), as_json=as_json, files=paths)
     elif merge:
-        output(merges.read_merge(url, run, step), merges.print_merge, as_json=as_json)
+        output(command.read_merge(url, run, step), command.print_merge, as_json=as_json)
     else:
         print_batch = functools.partial(command.print_batch, run, show_all=show_all)
         output(command.read_batch(url, run, step), print_batch, as_json=as_json)
@@ -129,7 +128,7 @@ def batch(
 @app.command(rich_help_panel=PANEL)
 def evals(run: RunArgument, redis: Redis = "", as_json: AsJson = False) -> None:
     """Show the results of evaluations, for each version of the weights."""
-    from turnstream_server.console import evals as command
+    from turnstream_server.console import results as command
 
     results = command.read_evals(store_url(redis), run)
     output(results, functools.partial(command.print_evals, run), as_json=as_json)
@@ -164,7 +163,7 @@ def plot(
     as_json: AsJson = False,
 ) -> None:
     """Draw reward, loss, KL and tokens per second over the steps of a trainer."""
-    from turnstream_server.console.plots import read_metrics
+    from turnstream_server.console.results import read_metrics
     from turnstream_server.trainer.reporting.plot import plot_metrics
 
     found = read_metrics(source, redis_url=store_url(redis))

@@ -74,7 +74,7 @@ def dead_letter_json(url: str, run: str, name: str) -> str:
         }
         for each in records
     ]
-    return json.dumps(asdict(letter) | {"records": found}, indent=2, default=_json_value)
+    return json.dumps(asdict(letter) | {"records": found}, indent=2, default=np.ndarray.tolist)
 
 
 def discard(url: str, run: str, names: Sequence[str]) -> int:
@@ -104,10 +104,3 @@ def _is_event(name: str) -> bool:
     (True, False)
     """
     return "/" not in name
-
-
-def _json_value(value: object) -> object:
-    """Return an array as a list; JSON has every other type."""
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} is no value of JSON")

@@ -15,7 +15,7 @@ from turnstream.records.configs import decode_config, encode_config
 from turnstream.store.client.connection import connect
 from turnstream.store.run.configs import open_run, read_revisions, revise_config
 from turnstream.store.run.runs import close_run, create_run, pause_run, reopen_run, resume_run
-from turnstream_server.ledger.planning.replans import await_replan, request_replan
+from turnstream_server.ledger.planning.announcements import await_replan, request_replan
 from turnstream_server.ledger.queries.run_facts import setting_text
 from turnstream_server.ledger.sessions import observers
 

@@ -16,8 +16,8 @@ from turnstream.store.client import keys
 from turnstream.types import GroupOpened, SealedTrajectory, TrajectoryKey
 from turnstream_server.ledger.core.frontier import read_frontier
 from turnstream_server.ledger.core.scan import entry_ms, server_ms, stream_entries
-from turnstream_server.ledger.queries.batch_facts import BatchNumbers, mean, numbers_of, ratio
 from turnstream_server.ledger.queries.ledger import read_ledger
+from turnstream_server.ledger.queries.run_facts import BatchNumbers, mean, numbers_of, ratio
 
 _LAST_OF_STEP = (1 << 64) - 1
 """Above every revision in the id of a plan, which is <step>-<revision>."""

@@ -16,17 +16,21 @@ from numpy.typing import NDArray
 from turnstream.errors import TurnstreamError
 from turnstream.worker.operation_pulls import PulledOperations
 from turnstream_server.engine.hosted_base import HostedBase, LoadedModel, write
-from turnstream_server.engine.run_streams import OpenStream, RunStreams
-from turnstream_server.engine.run_training import RunReport, check_fits, train_mini_batch
+from turnstream_server.engine.run_streams import (
+    OpenStream,
+    RunReport,
+    RunStreams,
+    check_fits,
+    train_mini_batch,
+)
 from turnstream_server.models.folders import name_base, new_folder
 from turnstream_server.operations.age import encrypt_folder
 from turnstream_server.operations.contents import ForwardBackwardRun
 from turnstream_server.operations.log import Run
 from turnstream_server.operations.models import ModelRecord
-from turnstream_server.trainer.operations import OperationLoss
-from turnstream_server.trainer.passes import Turns
+from turnstream_server.trainer.metrics import StepReport
+from turnstream_server.trainer.passes import OperationLoss, Turns
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
-from turnstream_server.trainer.reports import StepReport
 from turnstream_server.trainer.settings import AdamSettings
 
 logger = logging.getLogger(__name__)

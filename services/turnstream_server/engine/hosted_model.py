@@ -23,11 +23,9 @@ from turnstream.errors import (
     RunNotFoundError,
     UnavailableError,
 )
-from turnstream_server.engine.durable import DurableFolders, further_files
+from turnstream_server.engine.checkpoints import DurableFolders, Saver, further_files
 from turnstream_server.engine.host import Host, Lockstep
-from turnstream_server.engine.metrics import OPERATION_SECONDS, OPERATIONS
 from turnstream_server.engine.options import EngineOptions
-from turnstream_server.engine.saving import Saver
 from turnstream_server.engine.trained_runs import REPLAY_S, RunSessionEndedError, TrainedRuns
 from turnstream_server.engine.training import (
     PassError,
@@ -50,9 +48,21 @@ from turnstream_server.operations.contents import (
 from turnstream_server.operations.log import Lost, ModelLog, Run
 from turnstream_server.operations.models import ModelRecord
 from turnstream_server.operations.results import Answer, Failure, Result
+from turnstream_server.telemetry.instruments import counter, histogram
 from turnstream_server.trainer.passes import Turns
 
 logger = logging.getLogger(__name__)
+
+_OPERATIONS = counter(
+    "turnstream_engine_commands",
+    "Operations of hosted models that were run; those that failed have the outcome `failed`.",
+    ["kind", "outcome"],
+)
+_OPERATION_SECONDS = histogram(
+    "turnstream_engine_command_seconds",
+    "Time of operations that run together, with the turns of other models.",
+    ["kind"],
+)
 
 _LEASE_S: Final = 15.0
 """Time for which a log is leased. It is renewed every 4 s."""
@@ -241,10 +251,10 @@ class HostedModel:
 
     def _results(self, log: ModelLog, run: Run) -> Turns[dict[int, Result]]:
         """Return the results of operations; after a half-way failure the model is not built."""
-        with OPERATION_SECONDS.labels(run.kind).time():
+        with _OPERATION_SECONDS.labels(run.kind).time():
             results = yield from self._run_or_fail(log, run)
         for result in results.values():
-            OPERATIONS.labels(run.kind, "failed" if isinstance(result, Failure) else "done").inc()
+            _OPERATIONS.labels(run.kind, "failed" if isinstance(result, Failure) else "done").inc()
         return results
 
     def _run_or_fail(self, log: ModelLog, run: Run) -> Turns[dict[int, Result]]:

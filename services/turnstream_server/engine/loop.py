@@ -1,9 +1,13 @@
-"""The loop of a worker's first rank: models take turns. The other ranks follow its calls."""
+"""The loop of a worker's first rank: models take turns. The other ranks follow its calls.
+
+Leases are renewed by a thread of their own, because a device pass may take minutes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -19,19 +23,78 @@ from turnstream.errors import (
     RunNotFoundError,
     UnavailableError,
 )
-from turnstream_server.engine.durable import durable_models, remove_session_files
+from turnstream_server.engine.checkpoints import durable_models, remove_session_files
 from turnstream_server.engine.host import Host, Lockstep
 from turnstream_server.engine.hosted_model import HostedModel
-from turnstream_server.engine.leases import Leases
 from turnstream_server.engine.options import EngineOptions
 from turnstream_server.models.folders import remove_folder
 from turnstream_server.operations.announcing import Wakeups
-from turnstream_server.operations.bases import BaseModel
-from turnstream_server.operations.checkpoint_paths import CheckpointPath
-from turnstream_server.operations.checkpoints import due_folders, folder_removed
-from turnstream_server.operations.models import models_of_base, read_model
+from turnstream_server.operations.checkpoints import CheckpointPath, due_folders, folder_removed
+from turnstream_server.operations.models import BaseModel, models_of_base, read_model, register_base
 
 logger = logging.getLogger(__name__)
+
+_RENEW_S: Final = 4.0
+_REGISTER_EVERY: Final = 2
+"""Renewals between two registrations of the base models, which last 30 s."""
+
+
+class Leases:
+    """Renews leases, and the registrations of base models, in a daemon thread."""
+
+    def __init__(self, client: redis.Redis, bases: Sequence[BaseModel]) -> None:
+        self._client = client
+        self._bases = bases
+        self._held: dict[str, Callable[[], None]] = {}
+        self._ended: dict[str, RejectedError] = {}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
+
+    def __enter__(self) -> Leases:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def hold(self, name: str, renew: Callable[[], None]) -> None:
+        """Renew a lease from now on, by a call that raises RejectedError once it has ended."""
+        self._held[name] = renew
+
+    def drop(self, name: str) -> None:
+        """Stop renewing a lease."""
+        self._held.pop(name, None)
+        self._ended.pop(name, None)
+
+    def ended(self) -> dict[str, RejectedError]:
+        """Return the error of each lease that has ended, at its name, until it is dropped."""
+        return dict(self._ended)
+
+    def _run(self) -> None:
+        count = 0
+        while True:
+            try:
+                if count % _REGISTER_EVERY == 0:
+                    for base in self._bases:
+                        register_base(self._client, base)
+                self._renew()
+            except UnavailableError as error:
+                logger.warning("leases are not renewed: %s", error)
+            except Exception:
+                logger.exception("leases are not renewed")
+            count += 1
+            if self._stopped.wait(_RENEW_S):
+                return
+
+    def _renew(self) -> None:
+        for name, renew in [*self._held.items()]:
+            try:
+                renew()
+            except RejectedError as error:
+                if name in self._held:
+                    self._ended[name] = error
+
 
 _BLOCK_S: Final = 0.5
 _SCAN_S: Final = 1.0

@@ -1,14 +1,17 @@
-"""A worker of hosted models as a process."""
+"""A worker of hosted models as a process, and its metrics."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, cast
 
 import torch
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
+from turnstream.errors import TurnstreamError
 from turnstream.store.client.connection import connect
 from turnstream.store.run.batchers import Target, registered_batchers
 from turnstream.worker import BatchStream
@@ -17,14 +20,13 @@ from turnstream.worker.operation_pulls import OperationPuller, PulledOperations
 from turnstream_server.engine.host import Host, Lockstep, ReadShares
 from turnstream_server.engine.hosted_base import EngineSettings, HostedBase
 from turnstream_server.engine.loop import EngineLoop
-from turnstream_server.engine.metrics import EngineMetrics
 from turnstream_server.engine.options import EngineOptions
 from turnstream_server.engine.run_streams import OpenStream
 from turnstream_server.loops import stop_signals
 from turnstream_server.models.spec import parse_bases
-from turnstream_server.operations.bases import BaseModel
-from turnstream_server.operations.log import Run
-from turnstream_server.telemetry.instruments import collected
+from turnstream_server.operations.log import Run, num_waiting
+from turnstream_server.operations.models import BaseModel
+from turnstream_server.telemetry.instruments import Family, collected, sampled
 from turnstream_server.telemetry.readiness import Readiness
 from turnstream_server.trainer.ranks import Ranks, join_ranks
 from turnstream_server.trainer.settings import Layout
@@ -39,6 +41,34 @@ _RUN_S: Final = 10.0
 
 _RUN_BYTES: Final = 128 << 20
 """Prefetched mini-batches of each run on this rank. A larger one is fetched alone."""
+
+_MODELS = GaugeMetricFamily("turnstream_engine_models", "Hosted models of this worker.")
+_WAITING = GaugeMetricFamily(
+    "turnstream_engine_waiting_commands", "Operations that wait, of all models of this worker."
+)
+
+_ANSWER_S: Final = 2.0
+_MAX_MODELS: Final = 1_000
+"""Models whose waiting operations are counted."""
+
+
+class EngineMetrics(Collector):
+    """Counts the models of a worker, and their operations that wait."""
+
+    def __init__(self, url: str, models: Callable[[], Sequence[str]]) -> None:
+        self._client = connect(url, num_retries=0, silent_s=_ANSWER_S)
+        self._models = models
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def collect(self) -> Iterator[Family]:
+        """Yield each metric that has a value."""
+        models = self._models()
+        yield sampled(_MODELS, ([], len(models)))
+        with contextlib.suppress(TurnstreamError):  # /readyz says that the store is away
+            yield sampled(_WAITING, ([], num_waiting(self._client, models[:_MAX_MODELS])))
 
 
 def shares_from(target: Target, ranks: Ranks) -> ReadShares:
@@ -151,10 +181,7 @@ def _served(base: HostedBase, options: EngineOptions) -> BaseModel:
 
 
 def _tokenizer_id(name: str, options: EngineOptions) -> str:
-    """Return the folder of a tokenizer, which is known on this machine alone.
-
-    Clients find that of a name such as `org/model` by themselves: then it is "".
-    """
+    """Return the folder of a tokenizer; "" if clients find it by a name such as `org/model`."""
     folder = options.tokenizer or parse_bases(options.base_model)[name]
     is_local = options.tokenizer is not None or "/" not in name
     return str(folder.resolve()) if is_local and (folder / "tokenizer.json").is_file() else ""

@@ -22,10 +22,9 @@ import redis
 from turnstream.errors import BatchingError, RunNotFoundError, UnavailableError
 from turnstream.store.run.configs import read_revisions
 from turnstream.types import RecoveryToken
-from turnstream_server.engine.durable import RunPosition
+from turnstream_server.engine.checkpoints import RunPosition
 from turnstream_server.engine.host import Host, Lockstep
-from turnstream_server.engine.run_streams import RunRefusedError
-from turnstream_server.engine.run_training import run_output
+from turnstream_server.engine.run_streams import RunRefusedError, run_output
 from turnstream_server.engine.training import in_turns
 from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.frontier import read_frontier

@@ -11,8 +11,8 @@ from typing import Final, TypeVar
 from turnstream_server.engine.host import DatumOutput, Host, Lockstep, Outputs
 from turnstream_server.failpoints import failpoint
 from turnstream_server.operations.contents import OptimStep
+from turnstream_server.operations.keys import parse_request_id
 from turnstream_server.operations.log import Run
-from turnstream_server.operations.request_ids import parse_request_id
 from turnstream_server.operations.results import Answer, Failure, Result, TrainingOutput
 from turnstream_server.trainer.passes import Turns
 from turnstream_server.trainer.settings import AdamSettings

@@ -41,7 +41,7 @@ from turnstream_server.gateway.routes import (
 from turnstream_server.gateway.routes import training_runs as runs
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.gateway.tinker_caller import authenticate
-from turnstream_server.telemetry.log_counts import count_error
+from turnstream_server.telemetry.instruments import count_error
 
 logger = logging.getLogger(__name__)
 

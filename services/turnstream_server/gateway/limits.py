@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from turnstream.batching.rows.operations import Operation
 from turnstream.errors import BatchingError
 from turnstream_server.gateway.tinker.sample_calls import Sampling
-from turnstream_server.operations.bases import BaseModel
+from turnstream_server.operations.models import BaseModel
 
 MAX_RESULT_VALUES: Final = 1 << 22
 """Most log-probabilities of a sampling call: 16 samples of 262,144 tokens, for example."""

@@ -17,10 +17,8 @@ from turnstream.errors import UnavailableError
 from turnstream.store.client.replies import translating
 from turnstream_server.keys.limits import without_place
 from turnstream_server.loops import background, repeat
-from turnstream_server.operations.kept_results import FETCHED_S, UNFETCHED_S
-from turnstream_server.operations.keys import DONE, model_keys, sampler_keys
-from turnstream_server.operations.request_ids import RequestId
-from turnstream_server.operations.results import DROPPED
+from turnstream_server.operations.keys import DONE, RequestId, model_keys, sampler_keys
+from turnstream_server.operations.results import DROPPED, FETCHED_S, UNFETCHED_S
 from turnstream_server.telemetry.instruments import gauge
 
 logger = logging.getLogger(__name__)

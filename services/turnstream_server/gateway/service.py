@@ -26,11 +26,11 @@ from turnstream_server.gateway.store_clients import bounded_client
 from turnstream_server.http_server import BACKLOG, listening_socket
 from turnstream_server.interpreter import return_free_memory, tune_process
 from turnstream_server.loops import background
-from turnstream_server.operations.bases import read_bases
-from turnstream_server.operations.kept_results import drop_due
+from turnstream_server.operations.models import read_bases
+from turnstream_server.operations.results import drop_due
 from turnstream_server.operations.sessions import close_silent
 from turnstream_server.options import split_address, write_address
-from turnstream_server.telemetry.checks import folder_check, store_check
+from turnstream_server.telemetry.readiness import folder_check, store_check
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from turnstream_server.gateway.store_clients import StoreThreads
 from turnstream_server.gateway.stream_waits import StreamWaits
 from turnstream_server.keys.checks import KeyChecks
 from turnstream_server.keys.limits import TokenBucket
-from turnstream_server.operations.bases import BaseModel, read_bases
-from turnstream_server.operations.models import ModelRecord
+from turnstream_server.operations.models import BaseModel, ModelRecord, read_bases
 
 DENSE_BYTES_PER_S: Final = 32 << 20
 """Bytes that an owner may make of sparse rows, which have few bytes for any shape."""

@@ -17,16 +17,15 @@ from turnstream_server.gateway.state import session_of
 from turnstream_server.gateway.tinker.loss_inputs import TrainingCall
 from turnstream_server.gateway.tinker_caller import TinkerCaller
 from turnstream_server.ledger.core.frontier import read_frontier_async
-from turnstream_server.operations.bases import BaseModel
 from turnstream_server.operations.contents import (
     ForwardBackwardRun,
     OperationKind,
     encode_content,
 )
+from turnstream_server.operations.keys import RequestId
 from turnstream_server.operations.log import submit
-from turnstream_server.operations.models import ModelRecord
+from turnstream_server.operations.models import BaseModel, ModelRecord
 from turnstream_server.operations.operation_records import encode_operation
-from turnstream_server.operations.request_ids import RequestId
 from turnstream_server.operations.results import Failure, value_or_failure
 from turnstream_server.telemetry.instruments import counter
 

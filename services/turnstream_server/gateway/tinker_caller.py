@@ -12,16 +12,15 @@ from turnstream.errors import AccessDeniedError, RunNotFoundError, UnknownKeyErr
 from turnstream_server.gateway.state import Gateway, keep
 from turnstream_server.keys.checks import key_of, secret_of
 from turnstream_server.keys.records import PREFIX, ApiKey, Role
-from turnstream_server.operations.checkpoint_paths import CheckpointPath
 from turnstream_server.operations.checkpoints import (
+    CheckpointPath,
     SavedCheckpoint,
     checkpoints_of,
     read_checkpoint,
     read_shared,
 )
-from turnstream_server.operations.keys import MODEL_ID, SAMPLER_ID
+from turnstream_server.operations.keys import MODEL_ID, SAMPLER_ID, RequestId
 from turnstream_server.operations.models import ModelRecord, read_model_async
-from turnstream_server.operations.request_ids import RequestId
 from turnstream_server.operations.samplers import SamplerRecord, read_sampler
 from turnstream_server.operations.sessions import Session, read_session
 

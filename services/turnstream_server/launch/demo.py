@@ -14,8 +14,8 @@ from turnstream_server.console.summary import Summary, summary_table
 from turnstream_server.generators.guessing import MAX_GUESSES, NUM_NUMBERS
 from turnstream_server.generators.preset import preset_config
 from turnstream_server.launch.job import Job, report, training_job
-from turnstream_server.launch.options import DemoOptions
 from turnstream_server.launch.stack import Service
+from turnstream_server.options import DemoOptions
 from turnstream_server.settings import Settings, mask_password
 
 _NEXT = "next: `turnstream up` starts store, batcher and gateway for your own generator and trainer"

@@ -11,9 +11,9 @@ from turnstream_server.console.summary import Summary
 from turnstream_server.generators.chat import ChatTokenizer
 from turnstream_server.generators.recordings import read_groups
 from turnstream_server.launch.job import Job, report, training_job, write_policy
-from turnstream_server.launch.options import ReplayOptions
 from turnstream_server.launch.stack import Service
 from turnstream_server.models.spec import SmallModelSpec
+from turnstream_server.options import ReplayOptions
 from turnstream_server.settings import Settings
 
 _UNFINISHED = {"open", "sealed", "awaiting_reward", "planned", "stepped"}

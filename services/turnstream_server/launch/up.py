@@ -15,7 +15,7 @@ from turnstream.errors import InvalidConfigError
 from turnstream.store.client.connection import connect
 from turnstream_server.launch.stack import Stack
 from turnstream_server.ledger.core.stores import open_store
-from turnstream_server.operations.bases import read_bases
+from turnstream_server.operations.models import read_bases
 from turnstream_server.settings import Settings, mask_password
 
 API_KEY: Final = "tml-local"

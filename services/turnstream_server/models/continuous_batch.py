@@ -10,7 +10,8 @@ Shapes: B rows, V vocabulary.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -23,24 +24,90 @@ from turnstream.errors import InvalidConfigError, RejectedError
 from turnstream_server.models.decoding import (
     PREFILL,
     Prefix,
+    PrefixStates,
+    RowCache,
     check_model,
     decode_step,
     prefill,
     prefill_passes,
     prompt_logprobs,
 )
-from turnstream_server.models.fair_turns import BatchLimits, next_turn
-from turnstream_server.models.kv_cache import PrefixStates, RowCache
+from turnstream_server.models.fair_turns import BatchLimits, Share, next_turn
 from turnstream_server.models.sampling import choose_tokens
-from turnstream_server.models.sampling_requests import (
-    SampleRequest,
-    SampleSequence,
-    SharedPrefix,
-)
-from turnstream_server.models.waiting_sequences import WaitingSequences
+from turnstream_server.models.sampling_requests import SampleRequest, SampleSequence, SharedPrefix
 
 if TYPE_CHECKING:
     from turnstream_server.models.adapters import Adapters
+
+
+class WaitingSequences:
+    """New requests, and sequences that have run before and come first.
+
+    Sequences of a request are made when they start: a request may have thousands of them.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[Share, deque[SampleRequest | SampleSequence]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
+    def add(self, request: SampleRequest) -> None:
+        """Add the sequences of a request after all of its share."""
+        self._queues.setdefault(request.share, deque()).append(request)
+
+    def add_first(self, sequences: Iterable[SampleSequence]) -> None:
+        """Add sequences that have run, before all of their shares, in this order."""
+        for each in reversed([*sequences]):
+            self._queues.setdefault(each.request.share, deque()).appendleft(each)
+
+    def first(self) -> dict[Share, SampleRequest | SampleSequence]:
+        """Return the first of each share that is not over, the longest waiting share first."""
+        for share, queue in [*self._queues.items()]:
+            while queue and _request(queue[0]).is_over():
+                queue.popleft()
+            if not queue:
+                del self._queues[share]
+        return {share: queue[0] for share, queue in self._queues.items()}
+
+    def take(self, share: Share) -> SampleSequence | None:
+        """Remove and return the first sequence of a share, which is the last in turn then.
+
+        Returns None if it cannot be made; its request has failed.
+        """
+        queue = self._queues.pop(share)
+        first = queue.popleft()
+        sequence = first if isinstance(first, SampleSequence) else _made(first)
+        if isinstance(first, SampleRequest) and first.num_waiting and not first.is_over():
+            queue.appendleft(first)
+        if queue:
+            self._queues[share] = queue
+        return sequence
+
+    def requests(self) -> Iterator[SampleRequest]:
+        """Yield the request of each entry; one may come several times."""
+        return (_request(each) for queue in self._queues.values() for each in queue)
+
+    def paused(self) -> Iterator[SampleSequence]:
+        """Yield the sequences that have run."""
+        entries = (each for queue in self._queues.values() for each in queue)
+        return (each for each in entries if isinstance(each, SampleSequence))
+
+    def clear(self) -> None:
+        """Remove all entries."""
+        self._queues.clear()
+
+
+def _made(request: SampleRequest) -> SampleSequence | None:
+    try:
+        return request.next_sequence()
+    except Exception as error:  # noqa: BLE001 - the tokenizer reads the prompt here
+        request.fail(error)
+        return None
+
+
+def _request(entry: SampleRequest | SampleSequence) -> SampleRequest:
+    return entry if isinstance(entry, SampleRequest) else entry.request
 
 
 @dataclass(slots=True, kw_only=True)
@@ -185,10 +252,7 @@ class ContinuousBatch:
         lane.keep(self._advance(lane.rows, logits_BV))
 
     def _admit(self) -> list[SampleSequence]:
-        """Return the sequences that start now, in turn over their shares.
-
-        They compute as many tokens as one pass over prompts may have, or one longer prompt.
-        """
+        """Return the sequences that start now, in turn over shares, of one pass over prompts."""
         admitted: list[SampleSequence] = []
         num_tokens = 0
         while first := self._waiting.first():
@@ -212,10 +276,7 @@ class ContinuousBatch:
         return admitted
 
     def _pause(self, sequence: SampleSequence) -> None:
-        """Stop a running sequence until its next turn.
-
-        Its keys and values are computed again if paused sequences have too many.
-        """
+        """Stop a running sequence until its next turn; its cache may have to be computed again."""
         lane = self._lanes[sequence.request.adapter]
         row = lane.rows.index(sequence)
         num_kept = sum(each.num_cached for each in self._waiting.paused() if each.paused)
@@ -225,11 +286,7 @@ class ContinuousBatch:
         self._waiting.add_first([sequence])
 
     def _start(self, sequences: Sequence[SampleSequence]) -> None:
-        """Compute the prompts of one adapter's sequences, and sample the next token of each.
-
-        New samples of one request share the forward pass over their prompt. Paused sequences
-        continue at the next step.
-        """
+        """Compute the prompts of an adapter's sequences, and sample the next token of new ones."""
         groups: dict[SampleRequest | SampleSequence, list[SampleSequence]] = {}
         for each in sequences:
             if each.paused:

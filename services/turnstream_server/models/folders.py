@@ -1,4 +1,4 @@
-"""Folders that are complete or absent: written under another name, synced to disk, renamed."""
+"""Folders of weights. A new one is complete or absent: written, synced to disk, and renamed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Final
+from pathlib import Path, PurePosixPath
+from typing import Final, NamedTuple
+
+from turnstream.errors import RunNotFoundError
 
 _UNFINISHED = ".unfinished-"
 _ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -70,3 +72,31 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class SnapshotFolder(NamedTuple):
+    """Weights on disk, which never change. A folder that replaces it has another inode or time."""
+
+    path: Path
+    inode: int
+    modified_ns: int
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the folder holds an adapter, and no whole model."""
+        return is_adapter_folder(self.path)
+
+
+def find_snapshot(shared: Path, folder: PurePosixPath) -> SnapshotFolder:
+    """Return the snapshot of a folder below `shared`; RunNotFoundError if it is gone."""
+    path = shared / folder
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise snapshot_gone(folder) from error
+    return SnapshotFolder(path, found.st_ino, found.st_mtime_ns)
+
+
+def snapshot_gone(folder: PurePosixPath | Path) -> RunNotFoundError:
+    """Return the error of a folder that does not exist."""
+    return RunNotFoundError(f"the checkpoint {folder} is gone")

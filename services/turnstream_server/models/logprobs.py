@@ -209,11 +209,7 @@ def _padded(rows: PaddedRows | LeftPaddedTensors, mask_BR: Tensor) -> ScoringSlo
 
 
 def _left_aligned(rows: PaddedRows | LeftPaddedTensors) -> tuple[Tensor, Tensor]:
-    """Return the rows shifted to begin in the first column, (B, T), and the shifts, (B,).
-
-    Attention is causal, so no token of a row sees the padding after it. The model needs no
-    attention mask, which would cost T * T per row, and no position ids.
-    """
+    """Return the rows shifted to begin in the first column, (B, T), and the shifts, (B,)."""
     width = rows.input_ids_BT.shape[1]
     num_padding_B = width - rows.attention_mask_BT.bool().sum(dim=1)
     columns_T = torch.arange(width, device=num_padding_B.device)

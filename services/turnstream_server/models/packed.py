@@ -110,11 +110,7 @@ def _by_row_attention(
     sliding_window: int | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Return causal attention within each row, float (1, N, H, D).
-
-    transformers calls it with query, key and value of shape (1, H, N, D). Without `row_bounds` it
-    is transformers' own attention.
-    """
+    """Return causal attention within each row, (1, N, H, D), of inputs in (1, H, N, D)."""
     if row_bounds is None:
         settings["sliding_window"] = sliding_window
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)

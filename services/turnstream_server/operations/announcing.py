@@ -1,6 +1,8 @@
-"""Notifying workers of new operations, and waiters of finished requests and sessions.
+"""Single writes that the store accepts also when it is full, and the notifications by them.
 
-`Wakeups` reads both in threads, and `waiting` the second in an event loop.
+Without them a full store would stay full: results need to be announced before their commands are
+covered, and the sessions of living clients would be closed. Workers are notified of new operations,
+and waiters of finished requests and sessions. `Wakeups` reads both in threads.
 """
 
 from __future__ import annotations
@@ -13,10 +15,26 @@ import redis.asyncio
 
 from turnstream.store.client.connection import MAX_BLOCK_S
 from turnstream.store.client.replies import translating
-from turnstream.store.client.scripts import run_command_async, run_commands
-from turnstream_server.operations.keys import DONE, WAKE
-from turnstream_server.operations.request_ids import RequestId
-from turnstream_server.operations.writes import essential_write
+from turnstream.store.client.scripts import (
+    Argument,
+    Command,
+    Script,
+    run_command_async,
+    run_commands,
+)
+from turnstream_server.operations.keys import DONE, WAKE, RequestId
+
+_WRITE: Final = Script("essential_write", "turnstream_server.operations")
+
+
+def essential_write(name: str, key: str, *words: Argument) -> Command:
+    """Return a command with one key, for `run_command`; nothing is sent.
+
+    >>> essential_write("HSET", "tm:bases", "tiny", "{}").args
+    ('HSET', 'tiny', '{}')
+    """
+    return Command(_WRITE, (key,), (name, *words))
+
 
 _WAKE_LENGTH: Final = 1_000
 _DONE_LENGTH: Final = 10_000

@@ -1,26 +1,77 @@
-"""The saved checkpoints of owners: their records here, their folders with the workers.
+"""The saved checkpoints of owners: paths, records, and links to their files.
 
-A folder lies below the folder that all workers share, at `folder_of(path)`. The worker that runs a
-save writes the folder first and the record after it. A record that is deleted or has expired is
-hidden at once; `due_folders` names the folders that a worker removes.
+A path is `tinker://<model id>/<kind>/<name>`. The folder lies below the folder that all workers
+share, at `folder_of(path)`. The worker that runs a save writes the folder first, then the record. A
+record that is deleted or has expired is hidden at once; `due_folders` names the folders that a
+worker removes. The token of a link is enough to read the files until it expires.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, Literal, NamedTuple, cast, get_args
+from urllib.parse import quote
 
 import redis
+import redis.asyncio
 
-from turnstream.errors import RunNotFoundError
+from turnstream.errors import BatchingError, RunNotFoundError
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Command, Script, run_command
 from turnstream.types.names import file_name
-from turnstream_server.operations.checkpoint_paths import CheckpointPath
-from turnstream_server.operations.keys import EXPIRIES, model_keys, owner_keys
-from turnstream_server.operations.writes import essential_write, server_ms
+from turnstream_server.ledger.core.scan import server_ms
+from turnstream_server.operations.announcing import essential_write
+from turnstream_server.operations.keys import EXPIRIES, download_key, model_keys, owner_keys
+
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+
+_SCHEME: Final = "tinker://"
+_MAX_LENGTH: Final = 200
+"""Longest encoded name: it is the name of a folder, which has at most 255 bytes."""
+
+_FORM: Final = f"{_SCHEME}<model id>/<{' | '.join(get_args(CheckpointKind))}>/<name>"
+
+
+class CheckpointPath(NamedTuple):
+    """Where a checkpoint is; its text is the path.
+
+    >>> str(CheckpointPath.parse("tinker://S:train:0/weights/s1"))
+    'tinker://S:train:0/weights/s1'
+    """
+
+    model_id: str
+    kind: CheckpointKind
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> CheckpointPath:
+        """Return the path in a text; BatchingError for another text."""
+        parts = text.removeprefix(_SCHEME).split("/")
+        is_path = text.startswith(_SCHEME) and len(parts) == 3
+        if not is_path or not parts[0].strip(".") or parts[1] not in get_args(CheckpointKind):
+            raise BatchingError(f"path is {text!r}, expected {_FORM}")
+        model_id, kind, name = parts
+        return cls(model_id, cast(CheckpointKind, kind), checkpoint_name(name))
+
+    def __str__(self) -> str:
+        return f"{_SCHEME}{self.model_id}/{self.kind}/{self.name}"
+
+
+def checkpoint_name(name: str) -> str:
+    """Return the name; BatchingError if it cannot be the last part of a path."""
+    if name in ("", ".", ".."):
+        raise BatchingError(f"name of a checkpoint is {name!r}, expected a word")
+    for character in name:
+        if character in "/\\" or not character.isprintable():
+            raise BatchingError(f"name of a checkpoint is {name!r}: {character!r} is not allowed")
+    if (length := len(quote(name, safe=""))) > _MAX_LENGTH:
+        limit = f"expected {_MAX_LENGTH} characters at most, encoded as in a URL"
+        raise BatchingError(f"name of a checkpoint is {name[:32]!r}.. of {length}, {limit}")
+    return name
+
 
 _DROP: Final = Script("drop_expired", "turnstream_server.operations")
 
@@ -159,11 +210,7 @@ def folder_removed(client: redis.Redis, entry: str) -> None:
 
 
 def _writes(owner: str, saved: SavedCheckpoint) -> tuple[Command, Command]:
-    """Return the writes of a record and of its expiry.
-
-    An expiry without a record does no harm, and a record without its expiry would stay. So the
-    expiry is first, unless it is removed.
-    """
+    """Return the writes of a record and its expiry: a record without its expiry would stay."""
     record = essential_write("HSET", owner_keys(owner).checkpoints, *_field(saved))
     expiry = _expiry(owner, saved)
     return (record, expiry) if saved.expires_ms is None else (expiry, record)
@@ -192,4 +239,30 @@ def _is_expired(saved: SavedCheckpoint, now_ms: int) -> bool:
 
 def _parse_entry(entry: str) -> tuple[str, CheckpointPath]:
     owner, _, path = entry.partition(" ")
+    return owner, CheckpointPath.parse(path)
+
+
+_TOKEN_BYTES: Final = 32
+_TOKEN_LENGTH: Final = 43  # characters of so many bytes in base64
+
+
+async def new_download(
+    client: redis.asyncio.Redis, owner: str, path: CheckpointPath, *, seconds: int
+) -> str:
+    """Return a new token for the files of a checkpoint; it expires after this time."""
+    token = secrets.token_urlsafe(_TOKEN_BYTES)
+    with translating():
+        await client.set(download_key(token), f"{owner} {path}", ex=seconds)
+    return token
+
+
+async def read_download(client: redis.asyncio.Redis, token: str) -> tuple[str, CheckpointPath]:
+    """Return owner and checkpoint of a token; RunNotFoundError if there is no such token."""
+    stored: bytes | None = None
+    if len(token) == _TOKEN_LENGTH:
+        with translating():
+            stored = cast("bytes | None", await cast(Any, client.get(download_key(token))))
+    if stored is None:
+        raise RunNotFoundError("the link is unknown or has expired: ask for a new one")
+    owner, _, path = stored.decode().partition(" ")
     return owner, CheckpointPath.parse(path)

@@ -1,4 +1,4 @@
-"""The names of the keys of hosted models. Nothing else writes such a key by hand.
+"""The names of hosted models: their keys, and request ids. Nothing else writes such a key by hand.
 
 A model, a sampling session, a client session and an owner have a slot each, `tm:{<id>}:`.
 
@@ -15,7 +15,7 @@ commands     hash    number -> `<kind> <fingerprint of its content>`; `missing` 
 bodies       hash    number -> content, until a durable checkpoint covers it; failed ones and those
                      of `forward` change nothing, and lose it with their result
 results      hash    number -> result, until the session ends; a large one is replaced by a mark
-                     before, see `kept_results.py`
+                     before, see `results.py`
 passes       hash    first number -> last number of calls that share a pass, until covered
 sampler      hash    the record of a sampling session, see `samplers.py`
 samples      hash    number -> fingerprint of its content
@@ -29,7 +29,7 @@ checkpoints  hash    path -> record of a saved checkpoint of an owner, see `chec
 `results` of a sampling session are as those of a model. Other keys are global:
 
 ===========  ======  =======================================================================
-tm:bases     hash    name of a base model -> JSON, see `bases.py`
+tm:bases     hash    name of a base model -> JSON, see `models.py`
 tm:alive     zset    ids of client sessions, by server ms of their newest heartbeat
 tm:expiries  zset    `<owner> <path>` of saved checkpoints, by the server ms of their deletion
 tm:results   zset    request ids of large results, by the server ms of their deletion
@@ -39,7 +39,7 @@ tm:done      stream  finished requests and sessions, about the newest 10,000; fi
 
 `tm:models:<base>` is the set of the models of a base model, and `tm:samples:<base>` the stream of
 its unfinished samples. Both names are encoded. `tm:download:<token>` is a string, see
-`downloads.py`, and expires.
+`checkpoints.py`, and expires.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
+from turnstream.errors import RecordError
 from turnstream.types.names import encode_name
 
 BASES: Final = "tm:bases"
@@ -134,3 +135,35 @@ def download_key(token: str) -> str:
 
 def _named(identity: str, parts: tuple[str, ...]) -> list[str]:
     return [f"tm:{{{identity}}}:{part}" for part in parts]
+
+
+class RequestId(NamedTuple):
+    """A request id; its text is what clients see.
+
+    >>> str(RequestId("S:train:0", 4))
+    'S:train:0:4'
+    """
+
+    target: str
+    number: int
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether the target is a sampling session, and not a model."""
+        return SAMPLER_ID.fullmatch(self.target) is not None
+
+    def __str__(self) -> str:
+        return f"{self.target}:{self.number}"
+
+
+def parse_request_id(text: str) -> RequestId:
+    """Return the parts of a request id; RecordError for another text.
+
+    >>> parse_request_id("S:sample:1:77")
+    RequestId(target='S:sample:1', number=77)
+    """
+    target, _, number = text.rpartition(":")
+    known = MODEL_ID.fullmatch(target) or SAMPLER_ID.fullmatch(target)
+    if known is None or not number.isdecimal():
+        raise RecordError(f"request_id is {text!r}, expected <session>:train:<n>:<number>")
+    return RequestId(target, int(number))

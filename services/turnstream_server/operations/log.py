@@ -34,10 +34,14 @@ from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Argument, Script, run_command, run_command_async
 from turnstream_server.operations.announcing import announce, announce_finished
 from turnstream_server.operations.contents import OperationKind, fingerprint_async
-from turnstream_server.operations.kept_results import keep_unfetched
-from turnstream_server.operations.keys import model_keys
-from turnstream_server.operations.request_ids import RequestId
-from turnstream_server.operations.results import Failure, Result, encode_result, failure_around
+from turnstream_server.operations.keys import RequestId, model_keys
+from turnstream_server.operations.results import (
+    Failure,
+    Result,
+    encode_result,
+    failure_around,
+    keep_unfetched,
+)
 
 DEFAULT_GAP_S: Final = 120.0
 """Seconds for which a missing number is awaited while later ones wait."""

@@ -1,4 +1,9 @@
-"""The records of hosted models: made by `create_model`, kept after their session has ended."""
+"""Base models that workers serve, and hosted models that are made of them.
+
+A worker registers its base models at its start and renews. A base model without a worker is not
+served, and stays registered. A hosted model is made by `create_model`, and its record is kept after
+its session has ended.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,56 @@ import redis.asyncio
 
 from turnstream.errors import ConflictError, EndOfRunError, RunNotFoundError
 from turnstream.store.client.replies import translating
-from turnstream.store.client.scripts import Script, run_command_async
-from turnstream_server.operations.announcing import announce
+from turnstream.store.client.scripts import Script, run_command, run_command_async
+from turnstream_server.ledger.core.scan import server_ms
+from turnstream_server.operations.announcing import announce, essential_write
 from turnstream_server.operations.contents import CreateModel, encode_content, fingerprint
-from turnstream_server.operations.keys import model_keys, models_key, owner_keys
-from turnstream_server.operations.request_ids import RequestId
+from turnstream_server.operations.keys import BASES, RequestId, model_keys, models_key, owner_keys
+
+LEASE_S: Final = 30.0
+"""Seconds after which a base model without renewal is not served any more."""
+
+
+class BaseModel(NamedTuple):
+    """A base model that is served.
+
+    Attributes:
+        name: name by which clients ask for it.
+        context_length: most tokens of a row.
+        vocab_size: token ids below this exist.
+        tokenizer_id: folder of its tokenizer for clients; "" if the name of the model is enough.
+        max_rank: largest rank of an adapter; 0: only whole models are trained.
+    """
+
+    name: str
+    context_length: int
+    vocab_size: int
+    tokenizer_id: str
+    max_rank: int
+
+
+def register_base(client: redis.Redis, base: BaseModel) -> None:
+    """Register a base model, or renew it, for LEASE_S from now on."""
+    value = json.dumps({**base._asdict(), "until_s": server_ms(client) / 1000 + LEASE_S})
+    run_command(client, essential_write("HSET", BASES, base.name, value))
+
+
+def read_bases(client: redis.Redis, *, is_served: bool = True) -> dict[str, BaseModel]:
+    """Return the base models, each at its name, in order of the names.
+
+    Without `is_served`, those whose workers are away are returned too.
+    """
+    now_s = server_ms(client) / 1000
+    with translating():
+        stored = cast("dict[bytes, bytes]", client.hgetall(BASES))
+    found: dict[str, BaseModel] = {}
+    for name in sorted(stored):
+        fields = json.loads(stored[name])
+        if fields.pop("until_s") > now_s or not is_served:
+            base = BaseModel(**fields)
+            found[base.name] = base
+    return found
+
 
 _CREATE: Final = Script("create_model", "turnstream_server.operations")
 

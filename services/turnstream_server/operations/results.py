@@ -1,31 +1,44 @@
-"""Results of operations and samples, and their stored bytes.
+"""Results of operations and samples: their stored bytes, and the time for which they are kept.
 
 The first byte is the kind: `E` a failure, `J` an answer in JSON, `T` a training output, `S` a
-sample. A result that was dropped is the mark `DROPPED`.
+sample. A large result is dropped once it was fetched, or after a time without a fetch. It leaves
+the mark `DROPPED`, so that its request stays finished and never runs again. Results of LARGE_BYTES
+or fewer stay until their session ends.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
+import redis
+import redis.asyncio
 from numpy.typing import NDArray
 
 from turnstream.errors import BatchingError
+from turnstream.store.client.replies import translating
+from turnstream.store.client.scripts import Command, Script, run_command, run_command_async
 from turnstream_server.models.sampling_params import (
     SampledSequence,
     SampleResult,
     StopReason,
     TopkLogprobs,
 )
-from turnstream_server.operations.packing import pack, unpack
+from turnstream_server.operations.keys import (
+    RESULTS,
+    RequestId,
+    model_keys,
+    parse_request_id,
+    sampler_keys,
+)
+from turnstream_server.operations.operation_records import pack, unpack
 
 Category = Literal["user", "server", "unknown"]
 
 DROPPED: Final = b"G"
-"""The stored bytes of a result that was dropped; see `kept_results.py`."""
+"""The stored bytes of a result that was dropped."""
 
 _FAILED: Final = b"E"
 _TEXT_MARK: Final = "\N{REPLACEMENT CHARACTER}"
@@ -150,3 +163,57 @@ def _unpack_sample(data: memoryview) -> SampleResult:
         topk_prompt_logprobs=topk_prompt,
         prompt_version=header["prompt_version"],
     )
+
+
+UNFETCHED_S: Final = 3600.0
+"""Seconds for which a result without a fetch is kept."""
+
+FETCHED_S: Final = 120.0
+"""Seconds for which a result is kept after its first fetch: the answer may be lost."""
+
+LARGE_BYTES: Final = 1 << 10
+
+_MOST: Final = 1_000
+"""Results of one read."""
+
+_KEEP: Final = Script("keep_results", "turnstream_server.operations")
+_DROP: Final = Script("drop_result", "turnstream_server.operations")
+
+
+def keep_unfetched(client: redis.Redis, requests: Iterable[tuple[RequestId, bytes]]) -> None:
+    """Keep results for UNFETCHED_S from now on; called before they are written."""
+    large = [request for request, data in requests if len(data) > LARGE_BYTES]
+    if large:
+        run_command(client, _kept(UNFETCHED_S, large, keeps_earlier=False))
+
+
+async def keep_fetched(client: redis.asyncio.Redis, request_id: RequestId, data: bytes) -> None:
+    """Keep a result for FETCHED_S after its first fetch."""
+    if len(data) > LARGE_BYTES:
+        await run_command_async(client, _kept(FETCHED_S, [request_id], keeps_earlier=True))
+
+
+async def drop_due(client: redis.asyncio.Redis) -> int:
+    """Drop the results whose time has expired; return their number."""
+    num_dropped = 0
+    while found := await _due(client):
+        for name in found:
+            request_id = parse_request_id(name.decode())
+            of_target = sampler_keys if request_id.is_sample else model_keys
+            key = of_target(request_id.target).results
+            command = _DROP([key], request_id.number, DROPPED)
+            num_dropped += await run_command_async(client, command)
+        with translating():
+            await client.zrem(RESULTS, *found)
+    return num_dropped
+
+
+async def _due(client: redis.asyncio.Redis) -> list[bytes]:
+    with translating():
+        seconds, _ = cast("tuple[int, int]", await client.time())
+        now_ms = seconds * 1000
+        return cast(Any, await client.zrangebyscore(RESULTS, 0, now_ms, start=0, num=_MOST))
+
+
+def _kept(seconds: float, requests: Iterable[RequestId], *, keeps_earlier: bool) -> Command:
+    return _KEEP([RESULTS], round(seconds * 1000), int(keeps_earlier), *map(str, requests))

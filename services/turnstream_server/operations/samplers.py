@@ -26,14 +26,23 @@ from turnstream.errors import ConflictError, EndOfRunError, RejectedError, RunNo
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Script, run_command, run_command_async
 from turnstream_server.models.sampling_params import SamplingParams
-from turnstream_server.operations.announcing import Wakeups, announce, announce_finished
+from turnstream_server.operations.announcing import (
+    Wakeups,
+    announce,
+    announce_finished,
+    essential_write,
+)
 from turnstream_server.operations.contents import fingerprint
-from turnstream_server.operations.kept_results import keep_unfetched
-from turnstream_server.operations.keys import DONE, sampler_keys, samples_key, session_keys
-from turnstream_server.operations.packing import pack, unpack
-from turnstream_server.operations.request_ids import RequestId, parse_request_id
-from turnstream_server.operations.results import Failure, Result, encode_result
-from turnstream_server.operations.writes import essential_write
+from turnstream_server.operations.keys import (
+    DONE,
+    RequestId,
+    parse_request_id,
+    sampler_keys,
+    samples_key,
+    session_keys,
+)
+from turnstream_server.operations.operation_records import pack, unpack
+from turnstream_server.operations.results import Failure, Result, encode_result, keep_unfetched
 
 _SUBMIT: Final = Script("submit_sample", "turnstream_server.operations")
 _FINISH: Final = Script("finish_sample", "turnstream_server.operations")

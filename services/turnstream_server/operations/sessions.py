@@ -16,7 +16,8 @@ import redis.asyncio
 from turnstream.errors import EndOfRunError, RunNotFoundError, StoreFullError
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import run_command_async
-from turnstream_server.operations.announcing import announce, announce_end
+from turnstream_server.ledger.leadership.writes import time_ms
+from turnstream_server.operations.announcing import announce, announce_end, essential_write
 from turnstream_server.operations.keys import (
     ALIVE,
     MODEL_ID,
@@ -27,7 +28,6 @@ from turnstream_server.operations.keys import (
     session_keys,
 )
 from turnstream_server.operations.models import read_model_async
-from turnstream_server.operations.writes import essential_write
 
 DEFAULT_SILENCE_S: Final = 600.0
 """Seconds without a heartbeat after which a session is closed. Clients send one every 10 s."""
@@ -140,10 +140,7 @@ async def close_silent(client: redis.asyncio.Redis, *, silence_s: float) -> list
 
 
 async def _silent_since(client: redis.asyncio.Redis, session_id: str) -> int:
-    """Return the server ms at which a session was first found silent: now, or by an earlier call.
-
-    A session that was not created is always silent: 0.
-    """
+    """Return the server ms at which a session was first found silent; 0 if it was not created."""
     key = session_keys(session_id).session
     with translating():
         record, since = await cast(Any, client.hmget(key, "record", "silent_ms"))
@@ -190,5 +187,4 @@ async def _close_model(client: redis.asyncio.Redis, model_id: str) -> None:
 
 async def _now_ms(client: redis.asyncio.Redis) -> int:
     with translating():
-        seconds, microseconds = cast("tuple[int, int]", await client.time())
-    return seconds * 1000 + microseconds // 1000
+        return time_ms(cast("tuple[int, int]", await client.time()))

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 from turnstream.errors import InvalidConfigError, RejectedError, TurnstreamError
 from turnstream_server.models.adapters import Adapters
 from turnstream_server.models.fair_turns import Share
+from turnstream_server.models.folders import SnapshotFolder, find_snapshot, snapshot_gone
 from turnstream_server.models.policy import load_policy
 from turnstream_server.models.sampler import Sampler
 from turnstream_server.models.sampling_params import SampleResult
 from turnstream_server.operations.samplers import SampleRequest
-from turnstream_server.sampling.folders import SnapshotFolder, find_snapshot, snapshot_gone
 
 _LOADING: Final = threading.Lock()
 """Held while weights load. Transformers and peft change global state of torch as they do."""

@@ -85,12 +85,7 @@ def _context_of(traceparent: str) -> Any:
 
 def _step_context(run: str, step: int) -> Any:
     """Return the context of a step: the same ids in every process."""
-    from opentelemetry.trace import (
-        NonRecordingSpan,
-        SpanContext,
-        TraceFlags,
-        set_span_in_context,
-    )
+    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
     digest = hashlib.sha256(f"{run}\n{step}".encode()).digest()
     trace_id, span_id = int.from_bytes(digest[:16]), int.from_bytes(digest[16:24])

@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING
 
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.spec import LARGEST_TEMPERATURE, LEAST_TEMPERATURE
-from turnstream_server.trainer.objectives.parameters import (
-    ClipCov,
-    Dppo,
-    KlPenalty,
-    Mis,
-    RowVeto,
-)
+from turnstream_server.trainer.objectives.parameters import ClipCov, Dppo, KlPenalty, Mis, RowVeto
 
 if TYPE_CHECKING:
     from turnstream_server.trainer.config import TrainerConfig

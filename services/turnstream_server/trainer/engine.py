@@ -27,6 +27,7 @@ from turnstream.worker import PulledMiniBatch
 from turnstream_server.models.sharding import is_sharded, whole_state, whole_weights
 from turnstream_server.trainer.combinations import check_critic
 from turnstream_server.trainer.critic.critic import Critic
+from turnstream_server.trainer.metrics import LossReport, StepReport, UpdateReport
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
 from turnstream_server.trainer.objectives.scores import (
@@ -35,11 +36,16 @@ from turnstream_server.trainer.objectives.scores import (
     lacks_logprobs,
     token_scores,
 )
-from turnstream_server.trainer.operations import OperationLoss, OperationReport, run_passes
 from turnstream_server.trainer.optimizer import Optimizer, Schedule
-from turnstream_server.trainer.passes import Passes, Turns, last_value
+from turnstream_server.trainer.passes import (
+    OperationLoss,
+    OperationReport,
+    Passes,
+    Turns,
+    last_value,
+    run_passes,
+)
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
-from turnstream_server.trainer.reports import LossReport, StepReport, UpdateReport
 from turnstream_server.trainer.settings import AdamSettings, Layout, ScheduleSettings
 
 if TYPE_CHECKING:
@@ -350,11 +356,7 @@ class Engine:
     def _prepare(
         self, mini_batch: PulledMiniBatch, known: Sequence[KnownPart]
     ) -> list[PreparedPart] | list[None]:
-        """Return the micro-batches as the objective prepares them; None for each if it does not.
-
-        The objective may need the current log-probabilities of the whole mini-batch. They cost one
-        more forward pass.
-        """
+        """Return the micro-batches as the objective prepares them; None for each if it does not."""
         objective = self._objective
         if not objective.needs_preparation:
             return [None] * len(known)

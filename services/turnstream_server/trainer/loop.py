@@ -14,14 +14,13 @@ from torch import Tensor
 from turnstream.batching.rows.assemble import take_rows
 from turnstream.errors import InvalidConfigError
 from turnstream.types import MiniBatch, RecoveryToken
-from turnstream.worker import PulledMiniBatch
-from turnstream.worker.steps import Batches, Step
+from turnstream.worker.steps import Batches, PulledMiniBatch, Step
 from turnstream_server.failpoints import failpoint
 from turnstream_server.telemetry.tracing import span
 from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
-from turnstream_server.trainer.critic.advantages import with_advantages
 from turnstream_server.trainer.critic.config import require_critic_for
+from turnstream_server.trainer.critic.critic import with_advantages
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.metrics import (
     StepShare,
@@ -31,13 +30,11 @@ from turnstream_server.trainer.metrics import (
     step_share,
     trajectory_rewards,
 )
-from turnstream_server.trainer.publishing import WeightsPublisher
+from turnstream_server.trainer.publishing import WeightsAccess, WeightsPublisher
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
-from turnstream_server.trainer.reporting.device import DeviceUse
 from turnstream_server.trainer.reporting.sinks import Sinks, open_sinks
-from turnstream_server.trainer.reporting.timing import StepClock, rates
+from turnstream_server.trainer.reporting.timing import DeviceUse, StepClock, rates
 from turnstream_server.trainer.settings import Layout
-from turnstream_server.trainer.weights_server import WeightsAccess
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from transformers import get_scheduler
 
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.sharding import whole
+from turnstream_server.trainer.metrics import StepReport
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
-from turnstream_server.trainer.reports import StepReport
 from turnstream_server.trainer.settings import AdamSettings, ScheduleSettings
 
 _NUM_NAMED: Final = 3

@@ -1,21 +1,25 @@
-"""Forward passes of a policy and of its reference, in one layout and type.
+"""Forward passes of a policy and of its reference, over rows of runs and of operations.
 
 Work pauses between them, so that the passes of several models take turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from turnstream.types import MiniBatch
 from turnstream.worker import PulledMiniBatch
 from turnstream.worker.layouts import PackedTensors
-from turnstream.worker.operation_tensors import OperationTensors
+from turnstream.worker.operation_losses import operation_loss
+from turnstream.worker.operation_tensors import OperationTensors, operation_tensors
 from turnstream.worker.tensors import LeftPaddedTensors
 from turnstream_server.models.logprobs import (
     packed_target_logprobs,
@@ -125,3 +129,52 @@ def last_value(turns: Turns[_Value]) -> _Value:
             next(turns)
         except StopIteration as end:
             return end.value
+
+
+Score = Callable[[OperationTensors], Tensor]
+"""Takes the rows of a pass, returns the log-probabilities of their targets, float32 (N, K)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationReport:
+    """Results of the real rows of this rank, by row id. `sums_by_request` adds up the losses.
+
+    Attributes:
+        losses: sum over the positions of the row.
+        logprobs: log-probability of each target, float32 in their shape, before the next step.
+    """
+
+    losses: dict[int, float] = field(default_factory=dict[int, float])
+    logprobs: dict[int, NDArray[np.float32]] = field(default_factory=dict[int, NDArray[Any]])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationLoss:
+    """A loss of operations.
+
+    Attributes:
+        name: a name of `batching.rows.operations.LOSS_SETTINGS`.
+        settings: those that differ from the defaults.
+    """
+
+    name: str
+    settings: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+def run_passes(
+    mini_batch: MiniBatch,
+    score: Score,
+    *,
+    loss: OperationLoss,
+    device: torch.device,
+    after_pass: Callable[[Tensor], None],
+) -> OperationReport:
+    """Return the results of all passes; `after_pass` receives the summed loss of each."""
+    report = OperationReport()
+    for part in operation_tensors(mini_batch, device=device):
+        current_NK = score(part)
+        losses_N = operation_loss(current_NK, part, loss=loss.name, settings=loss.settings)
+        after_pass(losses_N.sum())
+        report.losses.update(part.row_sums(losses_N))
+        report.logprobs.update(part.target_values(current_NK))
+    return report

@@ -1,4 +1,4 @@
-"""The trainer as a process."""
+"""The trainer as a process, and the engine that it trains with."""
 
 from __future__ import annotations
 
@@ -6,25 +6,189 @@ import logging
 import signal
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from turnstream.errors import InvalidConfigError
 from turnstream.store.run.batchers import registered_batchers
-from turnstream.worker import BatchStream
 from turnstream.worker.launch import find_launch
 from turnstream.worker.steps import Batches
+from turnstream.worker.stream import BatchStream
+from turnstream_server.models.folders import is_adapter_folder
+from turnstream_server.models.logprobs import head_is_linear
+from turnstream_server.models.packed import enable_packing
+from turnstream_server.models.policy import (
+    ADAPTER,
+    load_adapter,
+    load_policy,
+    recompute_layers,
+    save_policy,
+)
+from turnstream_server.models.sharding import shard
+from turnstream_server.models.spec import PolicySource, SmallModelSpec, read_policy_source
 from turnstream_server.telemetry.readiness import Readiness
-from turnstream_server.trainer.building import build_engine
 from turnstream_server.trainer.checkpoint import Checkpoint, Checkpoints
 from turnstream_server.trainer.config import TrainerConfig
+from turnstream_server.trainer.critic.critic import Critic, ValueModel
+from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.loop import Trainer
-from turnstream_server.trainer.ranks import join_ranks
+from turnstream_server.trainer.objectives.objective import Objective
+from turnstream_server.trainer.publishing import WeightsAccess
+from turnstream_server.trainer.ranks import ONE_RANK, Ranks, join_ranks
 from turnstream_server.trainer.settings import Parallel
-from turnstream_server.trainer.weights_server import WeightsAccess
+
+if TYPE_CHECKING:
+    from turnstream_server.models.adapters import Adapter
 
 logger = logging.getLogger(__name__)
+
+
+def build_engine(
+    config: TrainerConfig, *, checkpoint: Path | None = None, ranks: Ranks = ONE_RANK
+) -> Engine:
+    """Return an engine with the weights of a checkpoint, or with the first ones.
+
+    All ranks call it, with the same checkpoint.
+
+    Raises:
+        InvalidConfigError: the weights do not load, or are those of another kind of training.
+    """
+    # Each layer is moved to the device of the rank as it is sharded: none has the whole model.
+    device = "cpu" if config.parallel == "fsdp2" else ranks.device
+    is_cuda = ranks.device.startswith("cuda")
+    is_lower = config.dtype == "bfloat16" or (config.dtype == "auto" and is_cuda)
+    dtype = torch.bfloat16 if is_lower else torch.float32
+    if config.adapter is None:
+        model, adapter = _load_all(checkpoint or _first_policy(config), device=device), None
+    else:
+        adapter = _make_adapter(config, checkpoint, ranks=ranks, device=device, dtype=dtype)
+        model = adapter.model
+    if config.gradient_checkpointing:
+        recompute_layers(model)
+    reference = _reference(config, device=device)
+    for each in (model, reference):
+        _place(each, config, ranks=ranks)
+    return Engine(
+        model,
+        adapter=adapter,
+        adam=config.adam,
+        schedule=config.rate_schedule,
+        dtype=dtype,
+        layout="packed" if config.layout == "packed" else "padded",
+        temperature=config.temperature,
+        objective=Objective(config.objective, gather=ranks.gather),
+        reference=reference,
+        critic=_critic(config, ranks=ranks, device=device, dtype=dtype),
+        ranks=ranks,
+    )
+
+
+def _place(model: nn.Module | None, config: TrainerConfig, *, ranks: Ranks) -> None:
+    """Shard the weights of a model if the settings say so; they are equal on all ranks."""
+    if model is None:
+        return
+    ranks.require_equal(model.parameters())
+    if config.parallel == "fsdp2":
+        if isinstance(model, PreTrainedModel):
+            head_is_linear(model)
+        shard(model, ranks.mesh())
+
+
+def _reference(config: TrainerConfig, *, device: str) -> PreTrainedModel | None:
+    """Return the policy that the KL is measured to, without gradients; None if nothing reads it."""
+    if config.objective.kl is None:
+        return None
+    source = config.reference or _first_policy(config)
+    is_adapter = isinstance(source, Path) and is_adapter_folder(source)
+    if config.reference is None and config.adapter is not None and not is_adapter:
+        return None
+    return load_policy(source, device=device).requires_grad_(False)
+
+
+def _critic(
+    config: TrainerConfig, *, ranks: Ranks, device: str, dtype: torch.dtype
+) -> Critic | None:
+    """Return the critic with its first weights; a checkpoint replaces them later."""
+    critic = config.critic_config
+    if critic is None:
+        return None
+    source = critic.source or _first_policy(config)
+    if isinstance(source, Path) and is_adapter_folder(source):
+        from turnstream_server.models.adapters import base_folder
+
+        source = base_folder(source)
+    if critic.source is not None and not critic.source.is_dir():
+        raise InvalidConfigError("--critic", f"{source} is no model folder")
+    policy = load_policy(source, device=device)
+    if config.layout == "packed":
+        is_lower = dtype != torch.float32
+        with torch.autocast(policy.device.type, dtype=dtype, enabled=is_lower):
+            enable_packing(policy)
+    if config.gradient_checkpointing:
+        recompute_layers(policy)
+    model = ValueModel(policy)
+    _place(model, config, ranks=ranks)
+    return Critic(
+        model,
+        settings=critic.gae,
+        adam=config.adam,
+        layout="packed" if config.layout == "packed" else "padded",
+        dtype=dtype,
+        ranks=ranks,
+    )
+
+
+def _load_all(source: PolicySource, *, device: str) -> PreTrainedModel:
+    """Return the model, all of whose weights are trained."""
+    if isinstance(source, Path) and is_adapter_folder(source):
+        raise InvalidConfigError("lora_rank", f"0, but {source} holds an adapter")
+    return load_policy(source, device=device)
+
+
+def _make_adapter(
+    config: TrainerConfig,
+    checkpoint: Path | None,
+    *,
+    ranks: Ranks,
+    device: str,
+    dtype: torch.dtype,
+) -> Adapter:
+    """Return the adapter that is trained. Its frozen base model has the type of the products."""
+    assert config.adapter is not None
+    source = checkpoint or _first_policy(config)
+    if isinstance(source, Path) and is_adapter_folder(source):
+        adapter = load_adapter(source, device=device, dtype=dtype)
+        adapter.require(config.adapter)
+        return adapter
+    if checkpoint is not None:
+        message = f"{config.lora_rank}, but the checkpoint {checkpoint} holds a whole model"
+        raise InvalidConfigError("lora_rank", message)
+    from turnstream_server.models.adapters import Adapters
+
+    base = _base_folder(source, config.folder, ranks=ranks)
+    return Adapters(load_policy(base, device=device, dtype=dtype), base).add(
+        ADAPTER, config.adapter
+    )
+
+
+def _base_folder(source: PolicySource, folder: Path, *, ranks: Ranks) -> Path:
+    """Return the folder of the base model; the first rank writes a small model to one."""
+    if isinstance(source, SmallModelSpec):
+        if ranks.is_first:
+            save_policy(load_policy(source), folder / "base")
+        ranks.barrier()
+        return folder / "base"
+    return source
+
+
+def _first_policy(config: TrainerConfig) -> PolicySource:
+    if config.policy is not None:
+        return read_policy_source(config.policy)
+    assert config.small_model is not None
+    return config.small_model
 
 
 def run_trainer(

@@ -10,7 +10,7 @@ from testkit import config
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.batcher.planner import timekeeper
-from turnstream_server.ledger.leadership.leadership import Term
+from turnstream_server.ledger.leadership.writes import Term
 
 
 def open_both_and_seal_one(cluster: Any, run: str) -> None:

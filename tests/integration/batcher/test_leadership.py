@@ -18,7 +18,7 @@ from turnstream_server.batcher.planner.chain import PAGE_MANIFESTS
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.ledger.core.frontier import read_frontier_async
 from turnstream_server.ledger.leadership.leader_fields import release_leadership
-from turnstream_server.ledger.leadership.leadership import Term, acquire_leadership
+from turnstream_server.ledger.leadership.writes import Term, acquire_leadership
 
 LEASE_S = 0.5
 

@@ -25,7 +25,7 @@ from turnstream.types import GroupOpened, Purpose, Status
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.console.batches import print_batch, read_batch, write_batch
 from turnstream_server.console.ledger import print_ledger, read_run_ledger, read_trajectory
-from turnstream_server.console.status import read_status
+from turnstream_server.console.runs import read_status
 from turnstream_server.ledger.core.scan import entry_ms, readable_events, server_ms
 from turnstream_server.ledger.queries.run_snapshot import read_snapshot
 from turnstream_server.ledger.release.compact_records import find_past_step, read_past_batch

@@ -25,10 +25,10 @@ from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream.store.waits.read_waits import read_waits
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import DeadlineFired, Event, Group, Purpose
-from turnstream_server.batcher.planner import parking
+from turnstream_server.batcher.planner import listener
 from turnstream_server.batcher.serving.registry import RunDiscovery
 from turnstream_server.ledger.core.frontier import read_frontier
-from turnstream_server.ledger.planning.replans import request_replan
+from turnstream_server.ledger.planning.announcements import request_replan
 from turnstream_server.ledger.queries.run_snapshot import read_snapshot
 from turnstream_server.ledger.sessions.observers import declare_observer
 
@@ -293,7 +293,7 @@ async def test_run_that_is_parked_after_another_is_watched_at_once(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The read that was under way did not know the run that was parked last.
-    monkeypatch.setattr(parking, "MAX_BLOCK_S", 25.0)
+    monkeypatch.setattr(listener, "MAX_BLOCK_S", 25.0)
     await cluster.start_batcher(lease_s=LEASE_S, park_after_s=PARK_AFTER_S)
     await until_parked(cluster, cluster.create_run())
     run = cluster.create_run()

@@ -19,7 +19,7 @@ from turnstream_server.batcher.planner import chain
 from turnstream_server.batcher.planner.decisions import DecisionWriter
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.ledger.core.frontier import read_frontier
-from turnstream_server.ledger.leadership.leadership import Term, acquire_leadership
+from turnstream_server.ledger.leadership.writes import Term, acquire_leadership
 from turnstream_server.ledger.planning.manifests import read_plan
 from turnstream_server.ledger.queries.ledger import read_ledger
 

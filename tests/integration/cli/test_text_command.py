@@ -12,7 +12,7 @@ from rich.console import Console
 
 from turnstream.errors import InvalidConfigError, ReleasedError
 from turnstream.generator import Publisher
-from turnstream_server.console.trajectory_text import print_text, read_text
+from turnstream_server.console.ledger import print_text, read_text
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 

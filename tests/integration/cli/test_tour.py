@@ -18,8 +18,8 @@ from testkit import group, ids, trajectory, turn
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import InvalidConfigError, NotReadyError, ObserverExpiredError
 from turnstream.generator import Publisher
-from turnstream.worker import ObserverStream
-from turnstream_server.console.status import REFRESH_S, watch_status
+from turnstream.worker.observer import ObserverStream
+from turnstream_server.console.runs import REFRESH_S, watch_status
 from turnstream_server.screen import Screen
 
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]

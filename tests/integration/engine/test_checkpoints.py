@@ -18,8 +18,8 @@ from testkit.hosted import OWNER, STEP, ModelHost, datums, save
 from turnstream.store.client.connection import connect_async
 from turnstream_server.engine.loop import remove_due
 from turnstream_server.models.folders import is_adapter_folder
-from turnstream_server.operations.checkpoint_paths import CheckpointPath
 from turnstream_server.operations.checkpoints import (
+    CheckpointPath,
     delete_checkpoint,
     folder_of,
     read_checkpoint,

@@ -23,7 +23,7 @@ from turnstream.batching.rows.operations import Operation, operation_rows
 from turnstream_server.batcher.assembly import operation_shares
 from turnstream_server.operations.contents import OptimStep
 from turnstream_server.operations.results import TrainingOutput
-from turnstream_server.trainer.operations import OperationLoss
+from turnstream_server.trainer.passes import OperationLoss
 
 CALLS = (
     datums(1, 5, 3, 7),

@@ -13,7 +13,7 @@ from testkit.canned_worker import BASE, CannedWorker
 from testkit.gateway_thread import GatewayThread
 from testkit.tinker_api import Api
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.operations.bases import BaseModel
+from turnstream_server.operations.models import BaseModel
 
 _numbers = itertools.count(1)
 

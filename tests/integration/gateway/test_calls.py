@@ -20,8 +20,8 @@ from turnstream.store.run.runs import create_run
 from turnstream.wire import tinker_pb2 as wire
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway import state
-from turnstream_server.operations.bases import BaseModel
 from turnstream_server.operations.keys import BASES
+from turnstream_server.operations.models import BaseModel
 
 
 def test_calls_run_by_number_and_are_answered_at_once(api: Any, worker: CannedWorker):

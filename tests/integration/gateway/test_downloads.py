@@ -12,8 +12,7 @@ import redis
 
 from testkit.canned_worker import CannedWorker
 from testkit.gateway_thread import GatewayThread
-from turnstream_server.operations.checkpoint_paths import CheckpointPath
-from turnstream_server.operations.checkpoints import folder_of
+from turnstream_server.operations.checkpoints import CheckpointPath, folder_of
 from turnstream_server.operations.keys import download_key
 
 FILES = {"adapter_config.json": b"{}", "parts/of 1%.safetensors": bytes(range(256)) * 1000}

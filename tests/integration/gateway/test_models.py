@@ -13,8 +13,7 @@ import redis
 from testkit.canned_worker import CannedWorker
 from testkit.gateway_thread import GatewayThread
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.operations.bases import BaseModel
-from turnstream_server.operations.models import read_model
+from turnstream_server.operations.models import BaseModel, read_model
 
 
 @pytest.mark.parametrize(

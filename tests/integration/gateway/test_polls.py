@@ -23,11 +23,10 @@ from turnstream.store.client.connection import connect_async
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway.polls import Polls
 from turnstream_server.models.sampling_params import SamplingParams
-from turnstream_server.operations import kept_results
-from turnstream_server.operations.bases import BaseModel
-from turnstream_server.operations.kept_results import FETCHED_S, UNFETCHED_S, drop_due
-from turnstream_server.operations.keys import RESULTS, model_keys
-from turnstream_server.operations.request_ids import RequestId, parse_request_id
+from turnstream_server.operations import results as stored_results
+from turnstream_server.operations.keys import RESULTS, RequestId, model_keys, parse_request_id
+from turnstream_server.operations.models import BaseModel
+from turnstream_server.operations.results import FETCHED_S, UNFETCHED_S, drop_due
 from turnstream_server.operations.samplers import read_sampler, submit_sample
 
 NUM_POLLS = 300
@@ -85,7 +84,7 @@ async def test_large_results_are_dropped_after_their_time_and_never_run_again(
         is_kept = await client.zscore(RESULTS, small) is None
         left_s = [(due or 0) / 1000 - now_s for due in due_ms.values()]
         size = await client.memory_usage(key) or 0
-        monkeypatch.setattr(kept_results, "_MOST", 2)  # two pages, and an empty one
+        monkeypatch.setattr(stored_results, "_MOST", 2)  # two pages, and an empty one
         reads_before = await num_reads(client, "zrangebyscore")
         await client.zadd(RESULTS, dict.fromkeys(due_ms, 0))
         await drop_due(client)  # the gateway may do so at the same time

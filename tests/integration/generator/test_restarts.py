@@ -18,7 +18,7 @@ from turnstream.store.client.connection import connect_async
 from turnstream.store.run.rewards import RewardOutcome
 from turnstream.types import TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.ledger.leadership.leadership import Term, acquire_leadership
+from turnstream_server.ledger.leadership.writes import Term, acquire_leadership
 from turnstream_server.ledger.release.release import release_payload
 
 pytestmark = pytest.mark.redis

@@ -20,7 +20,8 @@ from turnstream.generator import AsyncPublisher, Prompt, Publisher, add_prompts,
 from turnstream.store.run import runs
 from turnstream.types import DeclaredColumn, Group, TrajectoryKey, VersionRun
 from turnstream.types.names import quoted
-from turnstream.worker import BatchStream, ObserverStream
+from turnstream.worker import BatchStream
+from turnstream.worker.observer import ObserverStream
 
 pytestmark = pytest.mark.redis
 

@@ -47,8 +47,8 @@ from turnstream_server.models.policy import load_policy, save_policy
 from turnstream_server.models.spec import SmallModelSpec
 from turnstream_server.observed import run_check
 from turnstream_server.settings import Settings
-from turnstream_server.telemetry.checks import store_check
-from turnstream_server.trainer.weights_server import serve_weights
+from turnstream_server.telemetry.readiness import store_check
+from turnstream_server.trainer.publishing import serve_weights
 
 
 class LiveRun(NamedTuple):

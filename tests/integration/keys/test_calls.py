@@ -29,7 +29,8 @@ from turnstream.generator import Publisher
 from turnstream.records.statuses import status_to_error
 from turnstream.store.client.connection import connect_async
 from turnstream.wire.v1 import batches_pb2, operations_pb2
-from turnstream.worker import BatchStream, ObserverStream
+from turnstream.worker import BatchStream
+from turnstream.worker.observer import ObserverStream
 from turnstream.worker.operation_pulls import OperationPuller
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.keys.records import KeyLimits, owner_of

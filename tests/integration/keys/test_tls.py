@@ -38,7 +38,7 @@ from turnstream_server.listener import serve_metrics
 from turnstream_server.settings import Settings
 from turnstream_server.telemetry.readiness import Readiness
 from turnstream_server.trainer.config import TrainerConfig
-from turnstream_server.trainer.weights_server import WeightsAccess, serve_weights, weights_app
+from turnstream_server.trainer.publishing import WeightsAccess, serve_weights, weights_app
 
 pytestmark = pytest.mark.redis
 

@@ -39,8 +39,8 @@ from turnstream.types import (
 )
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.ledger.core.frontier import Frontier, read_frontier
-from turnstream_server.ledger.leadership.leadership import Term, acquire_leadership
-from turnstream_server.ledger.leadership.snapshots import save_snapshot
+from turnstream_server.ledger.leadership.leader_fields import save_snapshot
+from turnstream_server.ledger.leadership.writes import Term, acquire_leadership
 from turnstream_server.ledger.planning.deadlines import fire_deadlines
 from turnstream_server.ledger.planning.groups import Settlement, grant_refill, settle_groups
 from turnstream_server.ledger.planning.manifests import (

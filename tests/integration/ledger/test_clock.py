@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from turnstream.store.run import clock
-from turnstream_server.ledger.leadership.run_clock import RunClock
+from turnstream_server.ledger.leadership.leader_fields import RunClock
 
 HOUR_MS = 3_600_000
 MOST_MS = 15_000

@@ -27,7 +27,7 @@ from turnstream.store.run.runs import (
 from turnstream.types.names import RunId
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.ledger.admin.deletion import delete_run, deleting_since_ms
-from turnstream_server.ledger.leadership.leadership import acquire_leadership
+from turnstream_server.ledger.leadership.writes import acquire_leadership
 from turnstream_server.ledger.queries.ledger import read_ledger
 from turnstream_server.ledger.sessions.observers import declare_observer
 

@@ -17,19 +17,20 @@ from turnstream.types import BatchDue
 from turnstream_server.batcher.planner.planner import PinnedClient
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.ledger.leadership.leader_fields import (
+    RunClock,
     note_trouble,
     park_leadership,
     release_leadership,
 )
-from turnstream_server.ledger.leadership.leadership import (
+from turnstream_server.ledger.leadership.writes import (
+    Changes,
     Leadership,
     Position,
     Term,
     acquire_leadership,
     renew_command,
+    write,
 )
-from turnstream_server.ledger.leadership.run_clock import RunClock
-from turnstream_server.ledger.leadership.writes import Changes, write
 from turnstream_server.ledger.planning.announcements import announce_due
 from turnstream_server.ledger.sessions.observers import declare_observer
 

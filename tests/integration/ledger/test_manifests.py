@@ -21,7 +21,7 @@ from turnstream.types import (
     TrajectoryKey,
     TrajectoryState,
 )
-from turnstream_server.ledger.leadership.leadership import acquire_leadership
+from turnstream_server.ledger.leadership.writes import acquire_leadership
 from turnstream_server.ledger.planning import manifests, plan_writes
 from turnstream_server.ledger.planning.manifests import (
     finish_marking,

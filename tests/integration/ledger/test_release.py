@@ -14,7 +14,7 @@ from turnstream.errors import FencedError, ReleasedError, RunNotFoundError, Turn
 from turnstream.store.client import keys
 from turnstream.store.client.scripts import run_command_async
 from turnstream.types import RecoveryToken
-from turnstream_server.ledger.leadership.snapshots import save_snapshot, trim_events
+from turnstream_server.ledger.leadership.leader_fields import save_snapshot, trim_events
 from turnstream_server.ledger.leadership.writes import Difference, write
 from turnstream_server.ledger.release.release import read_release_state
 from turnstream_server.ledger.release.release_writes import WatermarkFacts, advance

@@ -15,7 +15,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.cancellation import cancel_all
 from turnstream.types import PlansWithdrawn, TrajectoryDied, TrajectoryKey
 from turnstream_server.batcher.assembly.assembler import Assembler
-from turnstream_server.batcher.planner.parking import ParkedRuns
+from turnstream_server.batcher.planner.listener import ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.planner.replanning import (
@@ -26,10 +26,10 @@ from turnstream_server.batcher.planner.replanning import (
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP
 from turnstream_server.ledger.core.frontier import Withdrawn
-from turnstream_server.ledger.leadership.snapshots import save_snapshot
+from turnstream_server.ledger.leadership.leader_fields import save_snapshot
 from turnstream_server.ledger.leadership.writes import Difference, write, write_decision
+from turnstream_server.ledger.planning.announcements import answered, await_replan, request_replan
 from turnstream_server.ledger.planning.manifests import read_manifest, read_manifests
-from turnstream_server.ledger.planning.replans import answered, await_replan, request_replan
 from turnstream_server.ledger.sessions.sessions import note_damage
 
 

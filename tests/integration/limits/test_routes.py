@@ -47,7 +47,7 @@ from turnstream.store.client.connection import connect
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway.app import make_app
 from turnstream_server.gateway.rest.bodies import MAX_SMALL_BYTES as MAX_REST_BYTES
-from turnstream_server.operations.bases import register_base
+from turnstream_server.operations.models import register_base
 
 MOST: Final = Cost(cpu_s=2.0, memory_mb=256.0)
 MOST_OF_SLICE_S: Final = 0.25

@@ -10,8 +10,8 @@ from testkit import wait_until
 from testkit.command_logs import BASE, CommandLogs
 from turnstream.errors import RunNotFoundError
 from turnstream_server.operations import checkpoints
-from turnstream_server.operations.checkpoint_paths import CheckpointPath
 from turnstream_server.operations.checkpoints import (
+    CheckpointPath,
     SavedCheckpoint,
     checkpoints_of,
     delete_checkpoint,

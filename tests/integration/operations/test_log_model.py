@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 from testkit.command_logs import CommandLogs
 from turnstream.errors import ConflictError, FencedError
 from turnstream_server.operations.contents import TRAINING_KINDS, OperationKind
+from turnstream_server.operations.keys import RequestId
 from turnstream_server.operations.log import Gap, HistoryEntry, Idle, Lost, ModelLog, Run
-from turnstream_server.operations.request_ids import RequestId
 from turnstream_server.operations.results import Answer, Failure, Result
 
 LONG_S = 1000.0

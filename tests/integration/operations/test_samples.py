@@ -15,8 +15,7 @@ from turnstream.errors import ConflictError, EndOfRunError, RunNotFoundError, St
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.models.sampling_params import SamplingParams
 from turnstream_server.operations import samplers
-from turnstream_server.operations.keys import sampler_keys, samples_key
-from turnstream_server.operations.request_ids import RequestId
+from turnstream_server.operations.keys import RequestId, sampler_keys, samples_key
 from turnstream_server.operations.results import Answer, Failure, decode_result
 from turnstream_server.operations.samplers import (
     SampleQueue,

@@ -9,8 +9,7 @@ import pytest
 
 from testkit.command_logs import BASE, OWNER, CommandLogs
 from turnstream.errors import ConflictError, EndOfRunError, RunNotFoundError
-from turnstream_server.operations import bases
-from turnstream_server.operations.bases import BaseModel, read_bases, register_base
+from turnstream_server.operations import models
 from turnstream_server.operations.contents import CreateModel
 from turnstream_server.operations.keys import (
     ALIVE,
@@ -19,10 +18,13 @@ from turnstream_server.operations.keys import (
     session_keys,
 )
 from turnstream_server.operations.models import (
+    BaseModel,
     ModelRecord,
     create_model,
     models_of_base,
+    read_bases,
     read_model,
+    register_base,
 )
 from turnstream_server.operations.results import Answer
 from turnstream_server.operations.samplers import SamplerRecord, write_sampler
@@ -232,7 +234,7 @@ def test_base_models_are_served_until_they_expire(
     one, two = BaseModel("b", 64, 300, "", 8), BaseModel("b!", 32, 300, "t", 0)
     for each in (two, one):
         register_base(logs.client, each)
-    monkeypatch.setattr(bases, "LEASE_S", 0.0)
+    monkeypatch.setattr(models, "LEASE_S", 0.0)
     register_base(logs.client, BaseModel("gone", 1, 1, "", 1))
 
     served = read_bases(logs.client)

@@ -19,10 +19,9 @@ from turnstream.store.client.connection import connect, connect_async
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway.polls import Polls, UnknownRequestError
 from turnstream_server.operations.contents import CreateModel
-from turnstream_server.operations.keys import DONE, model_keys, sampler_keys
+from turnstream_server.operations.keys import DONE, RequestId, model_keys, sampler_keys
 from turnstream_server.operations.log import ModelLog, submit
 from turnstream_server.operations.models import ModelRecord, create_model
-from turnstream_server.operations.request_ids import RequestId
 from turnstream_server.operations.results import Answer, Failure, decode_result, encode_result
 from turnstream_server.operations.samplers import SamplerRecord, refuse_sample, write_sampler_async
 

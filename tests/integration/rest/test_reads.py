@@ -25,11 +25,10 @@ from turnstream_server.batcher.assembly.assembler import read_share
 from turnstream_server.batcher.planner.snapshotting import Upkeep
 from turnstream_server.console.batches import read_batch, write_batch
 from turnstream_server.console.ledger import read_run_ledger, read_trajectory
-from turnstream_server.console.plots import read_metrics
-from turnstream_server.console.runs import read_run, read_runs
-from turnstream_server.console.status import read_reasons, read_status
+from turnstream_server.console.results import read_metrics
+from turnstream_server.console.runs import read_reasons, read_run, read_runs, read_status
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.ledger.queries import batch_facts
+from turnstream_server.ledger.queries import run_facts
 
 _numbers = itertools.count(1)
 
@@ -187,7 +186,7 @@ def test_batches_are_listed_in_pages(
     assert batches[0]["num_mini_batches"] == 2
     assert api.get(path)["batches"] == batches
     assert api.get(path, from_step=3) == {"batches": [], "next_step": None}
-    monkeypatch.setattr(batch_facts, "MAX_PAGE_BYTES", 1)  # plans of many bytes end a page early
+    monkeypatch.setattr(run_facts, "MAX_PAGE_BYTES", 1)  # plans of many bytes end a page early
     assert [api.get(path), api.get(path, from_step=2)] == [first, second]
 
 

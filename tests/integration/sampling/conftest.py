@@ -15,7 +15,7 @@ from testkit import servers
 from testkit.sampling import ModelFolders, SamplingClient
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.operations.samplers import SampleQueue
-from turnstream_server.sampling.loop import SampleEngine, SampleLoop
+from turnstream_server.sampling.service import SampleEngine, SampleLoop
 
 torch.set_num_threads(1)
 

@@ -15,8 +15,8 @@ from testkit.gateway_thread import GatewayThread
 from testkit.sampling import ModelFolders, SamplingClient
 from testkit.tinker_api import Api
 from turnstream_server.models.continuous_batch import ContinuousBatch
-from turnstream_server.operations.bases import BaseModel, register_base
-from turnstream_server.sampling import loop
+from turnstream_server.operations.models import BaseModel, register_base
+from turnstream_server.sampling import service
 from turnstream_server.sampling.snapshots import Snapshots
 
 new_gateway, gateway = gateways.new_gateway, gateways.gateway
@@ -65,7 +65,7 @@ def test_cancelled_sample_is_in_one_more_step_at_most(
     looping: Callable[..., AbstractContextManager[None]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loop, "_CHECK_S", 1e9)  # the notice alone
+    monkeypatch.setattr(service, "_CHECK_S", 1e9)  # the notice alone
     steps = Steps(monkeypatch)
     base = BaseModel(sessions.base_model, 4096, 300, tokenizer_id="", max_rank=0)
     register_base(client, base)

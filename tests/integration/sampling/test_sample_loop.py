@@ -23,7 +23,7 @@ from turnstream_server.models.sampling_params import (
 )
 from turnstream_server.operations.keys import sampler_keys, samples_key, session_keys
 from turnstream_server.operations.samplers import SampleRequest
-from turnstream_server.sampling import loop
+from turnstream_server.sampling import service
 from turnstream_server.sampling.snapshots import Snapshots
 
 Looping = Callable[..., AbstractContextManager[None]]
@@ -238,7 +238,7 @@ def test_unwanted_samples_leave_the_engine_and_are_not_sampled_after_a_restart(
     looping: Looping,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loop, "_GRACE_S", 0.0)
+    monkeypatch.setattr(service, "_GRACE_S", 0.0)
     params = SamplingParams(max_tokens=1)
     names = ["cancelled", "finished", "ended", "wanted"]
     sampled = dict(zip(names, sessions.submit(*((n, PROMPT, params) for n in names)), strict=True))

@@ -17,7 +17,7 @@ from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.batcher.serving import run_metrics
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.ledger.planning.manifests import read_plan
-from turnstream_server.ledger.queries.batch_facts import numbers_of
+from turnstream_server.ledger.queries.run_facts import numbers_of
 from turnstream_server.ledger.queries.run_snapshot import read_snapshot
 
 PREFIX = "turnstream_batcher_"

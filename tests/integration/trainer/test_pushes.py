@@ -16,7 +16,7 @@ from testkit import wait_until
 from testkit.inference_servers import Double, SglangDouble, VllmDouble, serving
 from turnstream.errors import RejectedError, UnavailableError
 from turnstream_server.trainer.inference_servers import InferenceServer, inference_server
-from turnstream_server.trainer.pushing import Pushes
+from turnstream_server.trainer.publishing import Pushes
 
 KINDS = ("vllm", "sglang")
 RELOAD = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}

@@ -24,7 +24,7 @@ from turnstream.errors import InvalidConfigError
 from turnstream.generator import Publisher
 from turnstream.store.run.runs import close_run, newest_version
 from turnstream.types import Group, RecoveryToken, TrajectoryState
-from turnstream_server.console.plots import find_metrics
+from turnstream_server.console.results import find_metrics
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.ledger.queries.ledger import read_ledger
 from turnstream_server.models.policy import load_policy

@@ -21,7 +21,7 @@ from turnstream.errors import (
     UnavailableError,
 )
 from turnstream.weights import CHECKSUMS, fetch_weights, write_checksums
-from turnstream_server.trainer.weights_server import advertised_url, serve_weights, weights_app
+from turnstream_server.trainer.publishing import advertised_url, serve_weights, weights_app
 
 FILES = {
     "model.safetensors": bytes(range(256)) * 1_000,

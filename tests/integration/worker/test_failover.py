@@ -27,8 +27,9 @@ from turnstream.generator import Publisher
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run
 from turnstream.types import Turn
-from turnstream.worker import BatchStream, ObserverStream
+from turnstream.worker import BatchStream
 from turnstream.worker._replicas import KEEPALIVE_EVERY_S, KEEPALIVE_WITHIN_S
+from turnstream.worker.observer import ObserverStream
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.ledger.core.frontier import Frontier, read_frontier
 

@@ -25,7 +25,8 @@ from turnstream.records.statuses import error_to_status
 from turnstream.store.client.addresses import address_of
 from turnstream.store.run.runs import create_run
 from turnstream.store.waits.awaited import store_away
-from turnstream.worker import BatchStream, ObserverStream
+from turnstream.worker import BatchStream
+from turnstream.worker.observer import ObserverStream
 from turnstream_server.batcher.serving import running_calls
 from turnstream_server.embedded import EmbeddedServer
 

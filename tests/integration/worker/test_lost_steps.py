@@ -25,7 +25,8 @@ from turnstream.errors import (
 from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.run.runs import create_run
-from turnstream.worker import BatchStream, ObserverStream, _prefetch
+from turnstream.worker import BatchStream, _prefetch
+from turnstream.worker.observer import ObserverStream
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.ledger.admin.deletion import delete_run
 from turnstream_server.ledger.core.frontier import read_frontier

@@ -21,7 +21,8 @@ from turnstream.errors import (
 from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.run.runs import close_run
-from turnstream.worker import BatchStream, ObserverStream
+from turnstream.worker import BatchStream
+from turnstream.worker.observer import ObserverStream
 from turnstream_server.ledger.core.frontier import read_frontier
 
 pytestmark = [pytest.mark.grpc, pytest.mark.redis]

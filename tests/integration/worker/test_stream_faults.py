@@ -27,7 +27,8 @@ from turnstream.errors import (
 from turnstream.generator import Publisher
 from turnstream.types import Denominators
 from turnstream.wire.v1 import batches_pb2 as wire
-from turnstream.worker import BatchStream, StreamStatistics, _replicas
+from turnstream.worker import BatchStream, _replicas
+from turnstream.worker._prefetch import StreamStatistics
 from turnstream_server.batcher.serving import get
 
 pytestmark = pytest.mark.grpc

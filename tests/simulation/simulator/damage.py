@@ -10,7 +10,7 @@ from simulator.processes import Process
 from simulator.run_writes import RunWrites
 from simulator.shared_state import SharedState
 from turnstream.store.client import keys
-from turnstream_server.ledger.planning.replans import request_replan
+from turnstream_server.ledger.planning.announcements import request_replan
 
 _UNPLANNED = 0.02
 """How often, of damaged payload, it is not planned yet."""

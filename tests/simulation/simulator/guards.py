@@ -19,7 +19,7 @@ from turnstream_server.batcher.planner import releaser
 from turnstream_server.batcher.planner.leader import Leader
 from turnstream_server.batcher.planner.planner import PinnedClient
 from turnstream_server.ledger.leadership.writes import Changes
-from turnstream_server.ledger.planning.ending import Attempt
+from turnstream_server.ledger.planning.settling import Attempt
 from turnstream_server.ledger.release import release, release_writes
 from turnstream_server.ledger.sessions import session_writes
 

@@ -10,7 +10,7 @@ from simulator.processes import Process
 from simulator.shared_state import URL, SharedState, patiently
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.assembly.shares import PlannedBatch
-from turnstream_server.batcher.planner.parking import ParkedRuns
+from turnstream_server.batcher.planner.listener import ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.renewal import RENEWALS_PER_LEASE, LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView

@@ -30,16 +30,24 @@ from turnstream_server.batcher.planner.replanning import (
     withdraw,
 )
 from turnstream_server.ledger.core.scan import PAGE_BYTES, PAGE_EVENTS
-from turnstream_server.ledger.leadership.leader_fields import ParkFacts, park
-from turnstream_server.ledger.leadership.leadership import Position, RunClient, Term
-from turnstream_server.ledger.leadership.snapshots import TRIM_SLICE, trim
-from turnstream_server.ledger.leadership.writes import Changes, write_command
+from turnstream_server.ledger.leadership.leader_fields import TRIM_SLICE, ParkFacts, park, trim
+from turnstream_server.ledger.leadership.writes import (
+    Changes,
+    Position,
+    RunClient,
+    Term,
+    write_command,
+)
 from turnstream_server.ledger.planning.deadlines import DEADLINES_PER_CALL, fire_orphaned, limit
-from turnstream_server.ledger.planning.ending import Attempt
 from turnstream_server.ledger.planning.plan_writes import GROUP_WEIGHT, StepFacts, commit, mark
 from turnstream_server.ledger.planning.plan_writes import SLICE as PLAN_SLICE
 from turnstream_server.ledger.planning.settling import SLICE as END_SLICE
-from turnstream_server.ledger.planning.settling import GroupState, settle, settle_evaluation
+from turnstream_server.ledger.planning.settling import (
+    Attempt,
+    GroupState,
+    settle,
+    settle_evaluation,
+)
 from turnstream_server.ledger.planning.trajectories import (
     MAX_KEPT_EVENTS,
     REJECT_SLICE,

@@ -17,7 +17,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.store.client.run_ids import find_run
 from turnstream.store.client.scripts import Argument, Command
 from turnstream.store.run.runs import create_run
-from turnstream_server.ledger.core.run_script import RunScript
+from turnstream_server.ledger.core.scan import RunScript
 
 NAME: Final = "n" * 500
 """About the longest name of a group, a writer or an observer."""

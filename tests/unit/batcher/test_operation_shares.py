@@ -23,7 +23,7 @@ from turnstream_server.batcher.assembly.operation_shares import (
     encode_operation_share,
     num_bytes_of_passes,
 )
-from turnstream_server.trainer.operations import OperationLoss
+from turnstream_server.trainer.passes import OperationLoss
 
 MODEL = "S:train:0"
 FIRST = 7

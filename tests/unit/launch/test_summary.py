@@ -10,7 +10,7 @@ from rich.console import Console
 from testkit import manifest, sealed, shape
 from testkit.summaries import make_summary
 from turnstream_server.console.summary import Summary, reward_tenths, summary_table
-from turnstream_server.ledger.queries.batch_facts import numbers_of
+from turnstream_server.ledger.queries.run_facts import numbers_of
 
 TURNS = (
     shape(new_prompt=10, response=5),

@@ -14,9 +14,8 @@ from testkit.plans import manifest, trajectory_plan
 from turnstream.batching.merge.plan import GroupPlan, Manifest
 from turnstream.store.client.stored_values import StoredHash
 from turnstream_server.ledger.planning import plan_writes
-from turnstream_server.ledger.planning.ending import Attempt
 from turnstream_server.ledger.planning.plan_writes import StepFacts
-from turnstream_server.ledger.planning.settling import GroupState
+from turnstream_server.ledger.planning.settling import Attempt, GroupState
 
 
 def facts_of(**fields: bytes) -> StepFacts:

@@ -14,8 +14,12 @@ from turnstream.batching.fold.decisions import GroupCut, GroupDropped, GroupEval
 from turnstream.errors import ConflictError
 from turnstream.types import TrajectoryKey, TrajectoryState
 from turnstream_server.ledger.planning import settling
-from turnstream_server.ledger.planning.ending import Attempt
-from turnstream_server.ledger.planning.settling import GroupState, settle, settle_evaluation
+from turnstream_server.ledger.planning.settling import (
+    Attempt,
+    GroupState,
+    settle,
+    settle_evaluation,
+)
 
 ENTRIES = [
     (b"open:1:w", b"r30"),

@@ -10,12 +10,16 @@ from turnstream.errors import CorruptRecordError
 from turnstream.records.events import encode_event
 from turnstream.store.run.leases import LapsedTrajectory
 from turnstream.types import DeadlineFired, TrajectoryKey
-from turnstream_server.ledger.leadership.leader_fields import ParkFacts, park
-from turnstream_server.ledger.leadership.leadership import Position
-from turnstream_server.ledger.leadership.run_clock import ClockFacts, Tick, advance_clock
+from turnstream_server.ledger.leadership.leader_fields import (
+    ClockFacts,
+    ParkFacts,
+    Tick,
+    advance_clock,
+    park,
+)
+from turnstream_server.ledger.leadership.writes import Position
 from turnstream_server.ledger.planning.deadlines import Deadline, abandon, fire, fire_orphaned
-from turnstream_server.ledger.planning.ending import Attempt
-from turnstream_server.ledger.planning.settling import GroupState
+from turnstream_server.ledger.planning.settling import Attempt, GroupState
 from turnstream_server.ledger.sessions.observers import expire
 
 MS = st.integers(min_value=0, max_value=1_000)

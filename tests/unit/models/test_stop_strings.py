@@ -1,7 +1,7 @@
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from turnstream_server.models.stop_strings import StopStringMatcher, decode, first_end
+from turnstream_server.models.sampling_requests import StopStringMatcher, decode, first_end
 
 
 def _tokenizer(*words: str) -> Tokenizer:

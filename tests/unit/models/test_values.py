@@ -15,7 +15,7 @@ from testkit.training import make_model, make_value_model
 from turnstream.errors import InvalidConfigError
 from turnstream.worker.layouts import packed_to_torch
 from turnstream.worker.tensors import to_torch
-from turnstream_server.models.values import ValueModel, response_values
+from turnstream_server.trainer.critic.critic import ValueModel, response_values
 
 TEXTS = ("abcDEfG", "aB", "abcdefghIJ")
 

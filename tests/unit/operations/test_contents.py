@@ -10,8 +10,12 @@ from hypothesis import strategies as st
 
 from turnstream.errors import BatchingError, RecordError
 from turnstream_server.keys.records import owner_of
-from turnstream_server.operations.checkpoint_paths import CheckpointPath, checkpoint_name
-from turnstream_server.operations.checkpoints import folder_of, session_folder
+from turnstream_server.operations.checkpoints import (
+    CheckpointPath,
+    checkpoint_name,
+    folder_of,
+    session_folder,
+)
 from turnstream_server.operations.contents import (
     CONTENT_TYPES,
     Content,
@@ -26,7 +30,7 @@ from turnstream_server.operations.contents import (
     encode_content,
     fingerprint,
 )
-from turnstream_server.operations.request_ids import RequestId, parse_request_id
+from turnstream_server.operations.keys import RequestId, parse_request_id
 
 MODEL = "S:train:0"
 floats = st.floats(allow_nan=False, allow_infinity=False)

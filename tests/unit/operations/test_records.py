@@ -20,8 +20,12 @@ from turnstream_server.models.sampling_params import (
     StopReason,
     TopkLogprobs,
 )
-from turnstream_server.operations.operation_records import decode_operation, encode_operation
-from turnstream_server.operations.packing import pack, unpack
+from turnstream_server.operations.operation_records import (
+    decode_operation,
+    encode_operation,
+    pack,
+    unpack,
+)
 from turnstream_server.operations.results import (
     Answer,
     Failure,

@@ -11,8 +11,8 @@ from turnstream_server.trainer.reporting.declarations import (
     numbers,
     undeclared,
 )
-from turnstream_server.trainer.reporting.live_table import COLUMNS
 from turnstream_server.trainer.reporting.plot import PANELS
+from turnstream_server.trainer.reporting.sinks import COLUMNS
 
 ALLOWED_LABELS = {
     *("run", "state", "kind", "part", "outcome", "type", "level", "dependency"),

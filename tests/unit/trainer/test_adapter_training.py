@@ -16,12 +16,12 @@ from turnstream.types import RecoveryToken
 from turnstream_server.models.adapters import Adapter, Adapters
 from turnstream_server.models.policy import load_policy, save_policy
 from turnstream_server.models.spec import AdapterConfig, SmallModelSpec
-from turnstream_server.trainer.building import build_engine
 from turnstream_server.trainer.checkpoint import Checkpoints, publish_weights
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
+from turnstream_server.trainer.service import build_engine
 from turnstream_server.trainer.settings import AdamSettings
 
 ONE = AdapterConfig(rank=4, seed=1, train_unembedding=True)

@@ -12,8 +12,7 @@ from testkit.training import make_critic, make_engine, make_mini_batch, make_mod
 from turnstream.batching.config.values import Estimator
 from turnstream.errors import InvalidConfigError
 from turnstream.types import RecoveryToken
-from turnstream.worker import PulledMiniBatch
-from turnstream.worker.steps import Batches, epoch_order
+from turnstream.worker.steps import Batches, PulledMiniBatch, epoch_order
 from turnstream_server.models.policy import load_policy
 from turnstream_server.trainer.checkpoint import Checkpoints
 from turnstream_server.trainer.config import TrainerConfig

@@ -17,10 +17,10 @@ from turnstream.errors import InvalidConfigError
 from turnstream.worker import PulledMiniBatch
 from turnstream.worker.tensors import to_torch
 from turnstream_server.trainer.engine import Engine
+from turnstream_server.trainer.metrics import UpdateReport
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective
 from turnstream_server.trainer.objectives.scores import KnownPart, token_scores
-from turnstream_server.trainer.reports import UpdateReport
 
 
 def _objective(**options: Any) -> Objective:

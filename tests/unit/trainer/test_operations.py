@@ -30,7 +30,7 @@ from turnstream.batching.rows.operations import (
 from turnstream.errors import BatchingError
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch
 from turnstream.types import MiniBatch, Rows
-from turnstream_server.trainer.operations import OperationLoss
+from turnstream_server.trainer.passes import OperationLoss
 
 LENGTHS = (5, 1, 9, 3, 7)
 OTHER_SETTINGS = {

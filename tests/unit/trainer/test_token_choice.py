@@ -15,8 +15,12 @@ from turnstream.worker import PulledMiniBatch
 from turnstream.worker.layouts import jagged_to_torch, packed_to_torch
 from turnstream.worker.tensors import RowTensors, to_torch
 from turnstream_server.trainer.objectives.parameters import ClipCov, KlCov
-from turnstream_server.trainer.objectives.scores import PreparedPart, TokenScores, one_rank
-from turnstream_server.trainer.objectives.token_choice import selected_tokens
+from turnstream_server.trainer.objectives.scores import (
+    PreparedPart,
+    TokenScores,
+    one_rank,
+    selected_tokens,
+)
 
 LOGPROBS = np.array([-1.0, -2.0, -3.0, -0.5, -1.5, -0.2, -4.0, -0.1, -6.0])
 """Four rows with 3, 1, 3 and 2 trained tokens."""

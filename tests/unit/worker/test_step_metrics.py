@@ -15,8 +15,7 @@ import testkit
 from testkit.training import make_mini_batch, pulled
 from turnstream.errors import NotReadyError
 from turnstream.types import MiniBatchTotals
-from turnstream.worker import PulledMiniBatch
-from turnstream.worker.steps import Step
+from turnstream.worker.steps import PulledMiniBatch, Step
 from turnstream.worker.tensors import to_torch
 
 

@@ -23,8 +23,8 @@ from turnstream.records.batches import EncodedMiniBatch, encode_mini_batch
 from turnstream.records.values import reading
 from turnstream.types import Denominators, MiniBatch, MiniBatchInfo, Rows
 from turnstream_server.batcher.assembly.shares import Cut, num_bytes_of
+from turnstream_server.operations.keys import RequestId
 from turnstream_server.operations.operation_records import decode_operation
-from turnstream_server.operations.request_ids import RequestId
 
 FORWARD_TOKENS: Final = 16_384
 """Most positions of one forward pass, padding included; a longer row has a pass of its own.

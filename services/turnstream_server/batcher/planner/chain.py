@@ -22,7 +22,7 @@ from turnstream.types import ConfigRevised
 from turnstream_server.batcher.assembly.payload import Damage, UnplannableError
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.failpoints import failpoint
-from turnstream_server.ledger.leadership.leadership import Term
+from turnstream_server.ledger.leadership.writes import Term
 from turnstream_server.ledger.planning.announcements import announce_revision, read_revisions_async
 from turnstream_server.ledger.planning.manifests import (
     StoredManifest,

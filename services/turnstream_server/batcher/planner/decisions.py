@@ -28,7 +28,7 @@ from turnstream.types import Event, RewardPosted, SealedTrajectory, TrajectoryDi
 from turnstream_server.batcher.assembly.payload import Damage
 from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.scan import EventEntry
-from turnstream_server.ledger.leadership.leadership import Term
+from turnstream_server.ledger.leadership.writes import Term
 from turnstream_server.ledger.planning import trajectories
 from turnstream_server.ledger.planning.groups import Settlement, grant_refill, settle_groups
 from turnstream_server.ledger.planning.trajectories import Rejection

@@ -33,7 +33,7 @@ from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import PlannerSnapshots, Upkeep
 from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.scan import PAGE_EVENTS, EventEntry
-from turnstream_server.ledger.leadership.leadership import Position, Term
+from turnstream_server.ledger.leadership.writes import Position, Term
 from turnstream_server.ledger.planning.announcements import announce_due, finish_run
 from turnstream_server.ledger.planning.manifests import StoredManifest, finish_marking
 from turnstream_server.telemetry.instruments import histogram

@@ -19,8 +19,7 @@ from turnstream.store.client.replies import translating
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.planner.decisions import FoldBrokenError
 from turnstream_server.batcher.planner.leader import Leader
-from turnstream_server.batcher.planner.listener import RunListener
-from turnstream_server.batcher.planner.parking import ParkedRuns
+from turnstream_server.batcher.planner.listener import ParkedRuns, RunListener
 from turnstream_server.batcher.planner.releaser import Releaser
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
@@ -32,7 +31,7 @@ from turnstream_server.ledger.leadership.leader_fields import (
     park_leadership,
     release_leadership,
 )
-from turnstream_server.ledger.leadership.leadership import (
+from turnstream_server.ledger.leadership.writes import (
     Leadership,
     Position,
     Term,
@@ -126,11 +125,7 @@ class RunPlanner:
             await asyncio.sleep(pause_after(num_failures))
 
     async def _lead_and_park(self) -> None:
-        """Lead while there is work, and wait while the run is parked; never returns.
-
-        The first term leads a parked run, too: this replica may have other settings than the one
-        that parked it.
-        """
+        """Lead while there is work, also in a parked run at first, and wait while it is parked."""
         self._leads_parked = True
         while True:
             async with PinnedClient(self._keeper.url) as store:

@@ -27,7 +27,7 @@ from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.admin.dead_letters import discard_oldest
 from turnstream_server.ledger.core.frontier import read_frontier_async
 from turnstream_server.ledger.leadership.leader_fields import note_trouble
-from turnstream_server.ledger.leadership.leadership import Term
+from turnstream_server.ledger.leadership.writes import Term
 from turnstream_server.ledger.planning.manifests import StoredManifest, read_manifests
 from turnstream_server.ledger.release.release import (
     COMPACT_SLICE,
@@ -169,10 +169,7 @@ class Releaser:
         self._noted = trouble
 
     async def _release_batches(self, state: ReleaseState) -> bool:
-        """Delete the payload of some released steps, and fold some that the snapshot includes.
-
-        A step is folded after its payload is deleted: until then the ledger must name it.
-        """
+        """Delete the payload of some released steps, then fold some that the snapshot includes."""
         released = max(state.folded, self._payload_through)
         has_worked = released < state.released
         if has_worked:

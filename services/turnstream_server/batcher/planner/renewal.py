@@ -17,7 +17,7 @@ from typing import Any, Final
 from turnstream.errors import FencedError, TurnstreamError
 from turnstream.store.client.connection import connect
 from turnstream.store.client.scripts import run_commands
-from turnstream_server.ledger.leadership.leadership import renew_command
+from turnstream_server.ledger.leadership.writes import renew_command
 
 logger = logging.getLogger(__name__)
 

@@ -24,16 +24,16 @@ from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.frontier import NONE_WITHDRAWN, Withdrawn
-from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import (
     Changes,
+    Term,
     read_facts,
     time_ms,
     write,
     write_decision,
 )
+from turnstream_server.ledger.planning.announcements import answered
 from turnstream_server.ledger.planning.plan_writes import move_trajectories, read_planned_groups
-from turnstream_server.ledger.planning.replans import answered
 from turnstream_server.ledger.planning.settling import GroupState
 from turnstream_server.ledger.planning.trajectories import read_seals, write_death
 

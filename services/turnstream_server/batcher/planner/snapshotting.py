@@ -13,13 +13,13 @@ from turnstream.records.snapshots import PlannerSnapshot, encode_snapshot
 from turnstream.store.client import keys
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.failpoints import failpoint
-from turnstream_server.ledger.leadership.leadership import Term
-from turnstream_server.ledger.leadership.snapshots import (
+from turnstream_server.ledger.leadership.leader_fields import (
     last_event_id,
     read_snapshot,
     save_snapshot,
     trim_events,
 )
+from turnstream_server.ledger.leadership.writes import Term
 from turnstream_server.ledger.release.release import compact_groups
 
 logger = logging.getLogger(__name__)
@@ -111,10 +111,7 @@ class PlannerSnapshots:
             self._released_groups = ()
 
     async def _find_released_groups(self, fold: RunFold) -> None:
-        """Find the decided groups of which the store posts no seal any more.
-
-        The fold must keep them until it has folded the seals that were posted before.
-        """
+        """Find the decided groups of which no seal will be posted; the fold keeps the others."""
         names = {keys.encode_name(group_id): group_id for group_id in fold.state.decided}
         gone = await compact_groups(self._term.client, self._term.run, list(names))
         self._released_at = await last_event_id(self._term.client, self._term.run)

@@ -18,9 +18,8 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.store.client.replies import translating
 from turnstream_server.batcher.planner.leader import Leader
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.ledger.leadership.leadership import Term
-from turnstream_server.ledger.leadership.run_clock import LONGEST_MOST_S, RunClock
-from turnstream_server.ledger.leadership.writes import time_ms
+from turnstream_server.ledger.leadership.leader_fields import LONGEST_MOST_S, RunClock
+from turnstream_server.ledger.leadership.writes import Term, time_ms
 from turnstream_server.ledger.planning.deadlines import (
     abandon_lapsed,
     end_orphaned,

@@ -24,7 +24,7 @@ from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.assembly.payload import DamagedPayloadError
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.batcher.serving.call_keys import observer_rights
+from turnstream_server.batcher.serving.requests import observer_rights
 from turnstream_server.batcher.serving.running_calls import (
     Context,
     bounded_by_store,
@@ -265,10 +265,7 @@ def check_caller(request: wire.GetRequest, frontier: Frontier) -> None:
 
 
 def _check_chain(request: wire.GetRequest, batch: PlannedBatch) -> None:
-    """Refuse a caller that has another batch, or a part of one, at this place of the chain.
-
-    The store may have lost that batch, or have withdrawn it and planned its number again.
-    """
+    """Refuse a caller whose batch at this place the store has lost, or has planned again."""
     own = batch.manifest_hash
     if request.manifest_hash and request.manifest_hash != own:
         raise StoreBehindError(

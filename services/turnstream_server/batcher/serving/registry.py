@@ -21,7 +21,7 @@ from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import listed_run
 from turnstream.store.run.configs import check_format
 from turnstream.types.names import quoted
-from turnstream_server.batcher.planner.parking import ParkedRuns
+from turnstream_server.batcher.planner.listener import ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.ledger.core.frontier import Frontier, read_frontier_async

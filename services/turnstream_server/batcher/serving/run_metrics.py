@@ -33,10 +33,9 @@ from turnstream_server.batcher.planner.runs import Ingested, RunView
 from turnstream_server.batcher.serving.health import StoreHealth
 from turnstream_server.batcher.serving.registry import RunRegistry
 from turnstream_server.ledger.planning.manifests import read_plan
-from turnstream_server.ledger.queries.batch_facts import BatchNumbers, numbers_of
 from turnstream_server.ledger.queries.ledger import LedgerCounts, ledger_command, parse_ledger
-from turnstream_server.telemetry.instruments import Family, collected, sampled
-from turnstream_server.telemetry.log_counts import count_error
+from turnstream_server.ledger.queries.run_facts import BatchNumbers, numbers_of
+from turnstream_server.telemetry.instruments import Family, collected, count_error, sampled
 from turnstream_server.telemetry.readiness import Readiness
 
 logger = logging.getLogger(__name__)
@@ -235,12 +234,7 @@ _Value = tuple[Family, tuple[str, ...], float | None]
 
 
 def _of_groups(snapshot: WaitSnapshot, view: RunView) -> Iterator[_Value]:
-    """Yield the groups outside of batches, and why the run waits.
-
-    The planner alone has the number of ready groups. Another replica has none of these metrics,
-    unless the run has no planner. The reasons are those of a scanned ledger, as far as they follow
-    without the scan.
-    """
+    """Yield the groups outside of batches, as the planner alone has them, and why the run waits."""
     if view.num_ready is None and snapshot.planner_left_s > 0:
         return
     num_ready = snapshot.num_ready if view.num_ready is None else view.num_ready

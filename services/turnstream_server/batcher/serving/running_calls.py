@@ -14,12 +14,7 @@ import grpc
 import grpc.aio
 import redis.asyncio
 
-from turnstream.errors import (
-    InvalidConfigError,
-    StoreUnavailableError,
-    TurnstreamError,
-    WaitReason,
-)
+from turnstream.errors import InvalidConfigError, StoreUnavailableError, TurnstreamError, WaitReason
 from turnstream.records.statuses import error_to_status
 from turnstream.store.client.cancellation import cancel_all
 from turnstream.store.client.connection import address_of_client, connect
@@ -27,8 +22,7 @@ from turnstream.store.waits.awaited import store_away
 from turnstream.store.waits.bounded_call import unanswered
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream_server.ledger.queries.run_snapshot import read_snapshot
-from turnstream_server.telemetry.instruments import counter, histogram
-from turnstream_server.telemetry.log_counts import count_error
+from turnstream_server.telemetry.instruments import count_error, counter, histogram
 from turnstream_server.telemetry.tracing import span
 
 logger = logging.getLogger(__name__)

@@ -25,16 +25,16 @@ from turnstream.store.client.connection import connect_async
 from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.batchers import LEASE_S, SECURE, register_command
 from turnstream_server.batcher.assembly.assembler import Assembler
-from turnstream_server.batcher.planner.parking import PARK_AFTER_S, ParkedRuns
+from turnstream_server.batcher.planner.listener import PARK_AFTER_S, ParkedRuns
 from turnstream_server.batcher.planner.planner import RunPlanner
 from turnstream_server.batcher.planner.renewal import LeadershipKeeper
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP, Upkeep
-from turnstream_server.batcher.serving.call_keys import Access
 from turnstream_server.batcher.serving.get import BatchSender
 from turnstream_server.batcher.serving.health import StoreHealth
 from turnstream_server.batcher.serving.operations import OperationSender
 from turnstream_server.batcher.serving.registry import RunDiscovery, RunRegistry
+from turnstream_server.batcher.serving.requests import Access
 from turnstream_server.batcher.serving.run_metrics import observed_replica
 from turnstream_server.batcher.serving.running_calls import ReasonCache, RunningCalls
 from turnstream_server.batcher.serving.servicer import SERVICE, BatchesServicer, handlers
@@ -179,10 +179,7 @@ async def _start_planning(
     client: redis.asyncio.Redis,
     waiting: redis.asyncio.Redis,
 ) -> _Planning:
-    """Return the parts that plan every run of the store, until `stack` is closed.
-
-    `waiting` is the same store without retries, for calls that wait.
-    """
+    """Return the parts that plan every run, until `stack` is closed; `waiting` has no retries."""
     assembler = Assembler(options.redis_url, max_cache_bytes=options.cache_bytes)
     stack.push_async_callback(assembler.close)
     keeper = LeadershipKeeper(options.redis_url, owner=_owner(), lease_s=options.leader_lease_s)

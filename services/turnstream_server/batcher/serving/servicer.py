@@ -17,10 +17,9 @@ from turnstream.types import VersionAnnounced
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream.wire.v1.operations_pb2 import GetOperationsRequest
 from turnstream_server.batcher.planner.runs import RunView
-from turnstream_server.batcher.serving.call_keys import Access, observer_rights
 from turnstream_server.batcher.serving.get import BatchSender, caller_of
 from turnstream_server.batcher.serving.operations import OperationSender
-from turnstream_server.batcher.serving.requests import parse_token
+from turnstream_server.batcher.serving.requests import Access, observer_rights, parse_token
 from turnstream_server.batcher.serving.running_calls import (
     Context,
     RunningCalls,

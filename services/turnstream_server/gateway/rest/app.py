@@ -30,7 +30,7 @@ from turnstream_server.gateway.rest.problems import (
 )
 from turnstream_server.gateway.rest.runs import events, reads, runs, service, tasks, versions
 from turnstream_server.gateway.state import Gateway
-from turnstream_server.telemetry.log_counts import count_error
+from turnstream_server.telemetry.instruments import count_error
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,13 @@ from turnstream_server.gateway.bodies import json_response
 from turnstream_server.gateway.descriptions import timestamp
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.gateway.tinker_caller import Authenticated
-from turnstream_server.operations.checkpoint_paths import CheckpointPath
-from turnstream_server.operations.checkpoints import folder_of, read_checkpoint
-from turnstream_server.operations.downloads import new_download, read_download
+from turnstream_server.operations.checkpoints import (
+    CheckpointPath,
+    folder_of,
+    new_download,
+    read_checkpoint,
+    read_download,
+)
 
 router = APIRouter()
 public = APIRouter()

@@ -18,9 +18,14 @@ from turnstream_server.gateway.tinker.json_parts import Part, read_fields
 from turnstream_server.gateway.tinker.sample_outputs import encode_sample
 from turnstream_server.gateway.tinker.training_outputs import encode_output
 from turnstream_server.gateway.tinker_caller import Authenticated, TinkerCaller
-from turnstream_server.operations.kept_results import keep_fetched
-from turnstream_server.operations.request_ids import RequestId, parse_request_id
-from turnstream_server.operations.results import Answer, Failure, TrainingOutput, decode_result
+from turnstream_server.operations.keys import RequestId, parse_request_id
+from turnstream_server.operations.results import (
+    Answer,
+    Failure,
+    TrainingOutput,
+    decode_result,
+    keep_fetched,
+)
 from turnstream_server.operations.samplers import cancel_sample
 
 router = APIRouter()

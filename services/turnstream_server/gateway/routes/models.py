@@ -15,10 +15,9 @@ from turnstream_server.gateway.bodies import Body, json_response
 from turnstream_server.gateway.routes.training import submit_model_call
 from turnstream_server.gateway.tinker.json_parts import Int64, Part, Settings, read_fields
 from turnstream_server.gateway.tinker_caller import Authenticated, TinkerCaller
-from turnstream_server.operations.bases import BaseModel
-from turnstream_server.operations.checkpoint_paths import CheckpointPath
+from turnstream_server.operations.checkpoints import CheckpointPath
 from turnstream_server.operations.contents import CreateModel
-from turnstream_server.operations.models import ModelRecord, create_model
+from turnstream_server.operations.models import BaseModel, ModelRecord, create_model
 from turnstream_server.operations.sessions import add_member
 
 router = APIRouter()

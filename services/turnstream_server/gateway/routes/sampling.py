@@ -16,10 +16,9 @@ from turnstream_server.gateway.state import session_of
 from turnstream_server.gateway.tinker.json_parts import Part, read_fields
 from turnstream_server.gateway.tinker.sample_calls import SampleCall, Sampling, read_sample_call
 from turnstream_server.gateway.tinker_caller import Authenticated, TinkerCaller
-from turnstream_server.operations.bases import BaseModel
-from turnstream_server.operations.checkpoint_paths import CheckpointPath
-from turnstream_server.operations.checkpoints import folder_of
-from turnstream_server.operations.request_ids import RequestId
+from turnstream_server.operations.checkpoints import CheckpointPath, folder_of
+from turnstream_server.operations.keys import RequestId
+from turnstream_server.operations.models import BaseModel
 from turnstream_server.operations.results import Failure, value_or_failure
 from turnstream_server.operations.samplers import (
     SamplerRecord,

@@ -33,8 +33,8 @@ from turnstream_server.operations.contents import (
     encode_content,
     identity_of,
 )
+from turnstream_server.operations.keys import RequestId
 from turnstream_server.operations.models import ModelRecord
-from turnstream_server.operations.request_ids import RequestId
 from turnstream_server.operations.results import Failure
 from turnstream_server.operations.sessions import add_member
 

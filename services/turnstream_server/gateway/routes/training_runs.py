@@ -21,8 +21,11 @@ from turnstream_server.gateway.descriptions import (
 )
 from turnstream_server.gateway.tinker.json_parts import Part, read_fields
 from turnstream_server.gateway.tinker_caller import Authenticated, TinkerCaller
-from turnstream_server.operations.checkpoint_paths import CheckpointPath
-from turnstream_server.operations.checkpoints import delete_checkpoint, write_checkpoint
+from turnstream_server.operations.checkpoints import (
+    CheckpointPath,
+    delete_checkpoint,
+    write_checkpoint,
+)
 from turnstream_server.operations.models import models_of_owner, read_model_async
 
 router = APIRouter()

@@ -25,7 +25,7 @@ from turnstream_server.gateway.tinker.loss_inputs import (
     make_operation,
 )
 from turnstream_server.operations.contents import ForwardBackwardRun
-from turnstream_server.operations.request_ids import RequestId
+from turnstream_server.operations.keys import RequestId
 from turnstream_server.operations.results import value_or_failure
 
 _MAX_DATUMS: Final = 4096

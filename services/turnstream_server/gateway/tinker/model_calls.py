@@ -11,7 +11,7 @@ from turnstream.errors import BatchingError
 from turnstream_server.gateway.tinker.json_parts import Part, Settings, read_header, read_part
 from turnstream_server.gateway.tinker.run_calls import make_run_call
 from turnstream_server.operations.age import check_recipients
-from turnstream_server.operations.checkpoint_paths import CheckpointPath, checkpoint_name
+from turnstream_server.operations.checkpoints import CheckpointPath, checkpoint_name
 from turnstream_server.operations.contents import (
     Content,
     ForwardBackwardRun,

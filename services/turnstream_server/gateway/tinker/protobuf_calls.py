@@ -21,7 +21,7 @@ from turnstream_server.gateway.tinker.loss_inputs import (
 )
 from turnstream_server.gateway.tinker.message_fields import check_fields
 from turnstream_server.operations.contents import ForwardBackwardRun
-from turnstream_server.operations.request_ids import RequestId
+from turnstream_server.operations.keys import RequestId
 from turnstream_server.operations.results import value_or_failure
 
 _DTYPES: Final = {wire.DTYPE_FLOAT32: "<f4", wire.DTYPE_INT64: "<i8"}

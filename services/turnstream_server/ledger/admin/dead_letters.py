@@ -23,9 +23,9 @@ from turnstream.store.run.configs import read_config
 from turnstream.store.waits.wait_snapshot import KeptDeadLetters
 from turnstream.types import Event, StoredTurn
 from turnstream_server.failpoints import failpoint
-from turnstream_server.ledger.core.run_script import RunScript
 from turnstream_server.ledger.core.scan import (
     PAGE,
+    RunScript,
     entry_ms,
     hash_fields,
     hash_pages,

@@ -128,10 +128,7 @@ def _find_fork(
 
 
 def _is_from(origin: Origin, run: RunId, token: RecoveryToken) -> bool:
-    """Return whether a fork began at the token.
-
-    If the origin was deleted, its name may be that of another run, with another manifest hash.
-    """
+    """Return whether a fork began at the token; its origin may have another manifest hash now."""
     is_it = origin.run == run or (token.step > 0 and RunId(origin.run).name == run.name)
     return is_it and (origin.step, origin.manifest_hash) == (token.step, token.chain_hash)
 
@@ -220,10 +217,7 @@ def _next_row_id(client: redis.Redis, run: str, step: int) -> int | None:
 
 
 def _read_versions(client: redis.Redis, run: str, *, through_step: int) -> _Versions:
-    """Return the versions that were announced up to a step, with the steps of their ages.
-
-    A version from before a rollback is at most as new as the step of that rollback.
-    """
+    """Return the versions that were announced up to a step, with the steps of their ages."""
     known, rollbacks = VersionSteps(), read_frontier(client, run).rollbacks
     records: dict[int, tuple[str, bytes]] = {}
     for _, record in stream_entries(client, keys.run_keys(run).versions):

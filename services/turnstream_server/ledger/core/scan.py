@@ -1,4 +1,4 @@
-"""Events, streams and hashes of a run, read in slices of a bounded size."""
+"""Scripts of one run, and its events, streams and hashes, read in slices of a bounded size."""
 
 from __future__ import annotations
 
@@ -10,10 +10,40 @@ import redis.asyncio
 
 from turnstream.errors import RecordError
 from turnstream.records.events import MAX_EVENT_BYTES, decode_event
+from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
+from turnstream.store.client.scripts import (
+    Argument,
+    Command,
+    Script,
+    run_command,
+    run_command_async,
+)
 from turnstream.store.client.stored_values import reading
 from turnstream.types import Event
-from turnstream_server.ledger.core.run_script import RunScript
+
+
+class RunScript:
+    """A script in a package of the ledger, and its keys by their names in RunKeys."""
+
+    def __init__(self, name: str, package: str, key_names: str) -> None:
+        self.name = name
+        self._script = Script(name, f"turnstream_server.ledger.{package}")
+        self._key_names = key_names.split()
+
+    def __call__(self, run: str, *args: Argument) -> Command:
+        """Return the call of this script for a run; nothing is sent."""
+        names = keys.run_keys(run)
+        return self._script([getattr(names, each) for each in self._key_names], *args)
+
+    def call(self, client: redis.Redis, run: str, *args: Argument) -> Any:
+        """Call this script and return its reply."""
+        return run_command(client, self(run, *args))
+
+    async def call_async(self, client: redis.asyncio.Redis, run: str, *args: Argument) -> Any:
+        """Call this script and return its reply."""
+        return await run_command_async(client, self(run, *args))
+
 
 PAGE_EVENTS: Final = 400
 """Events of one slice, at most."""

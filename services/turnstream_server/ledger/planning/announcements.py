@@ -1,24 +1,31 @@
-"""Events that a leader writes: a batch is due, a config is in force, the run is finished."""
+"""Events that a leader writes: a batch is due, a config is in force, the run is finished.
+
+A leader also answers requests to plan again after damage.
+"""
 
 from __future__ import annotations
 
+import json
+import time
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
+import redis
 import redis.asyncio
 
-from turnstream.errors import ConflictError
+from turnstream.errors import ConflictError, NotReadyError
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.run import clock
 from turnstream.store.run.configs import Revision, Revisions, parse_revisions
 from turnstream.types import BatchDue, ConfigRevised, RunFinished
-from turnstream_server.ledger.core.scan import hash_pages
-from turnstream_server.ledger.leadership.leadership import Term
+from turnstream_server.ledger.core.scan import RunScript, hash_pages
 from turnstream_server.ledger.leadership.writes import (
     Changes,
     Difference,
+    Term,
     read_facts,
     time_ms,
     write,
@@ -140,11 +147,7 @@ async def finish_run(term: Term, *, step: int, position: str) -> bool:
 
 
 def _lease_floor(facts: RevisionFacts, before_s: float, after_s: float) -> str:
-    """Return the field that keeps longer leases until every live writer knows the new length.
-
-    The same rule as in lease_end.lua: a floor that is further away than it ever was is from before
-    the clock was set back.
-    """
+    """Return the field that keeps longer leases until writers know it, as in lease_end.lua."""
     if after_s >= before_s:
         return ""
     until_ms = facts.now_ms + int(before_s * 1_000)
@@ -182,3 +185,46 @@ async def _start_deadlines(term: Term, deadline_s: float) -> None:
             changes = Changes()
             changes.write("ZADD", "deadlines", "NX", *words)
             await write_without_facts(term, changes)
+
+
+_REQUEST = RunScript("request_replan", "planning", "frontier wake")
+
+
+def request_replan(client: redis.Redis, run: str) -> str:
+    """Request a replan from the first damaged step on; return the name of the pending request."""
+    return _REQUEST.call(client, run, uuid.uuid4().hex).decode()
+
+
+def await_replan(client: redis.Redis, run: str, request: str, *, wait_s: float) -> str:
+    """Wait for the answer to a request; return the steps that are planned again.
+
+    Raises:
+        ConflictError: the leader refuses the request.
+        NotReadyError: no leader has answered; the request stays.
+    """
+    end_s = time.monotonic() + wait_s
+    while True:
+        with translating():
+            answer: Any = client.hget(keys.run_keys(run).frontier, "replanned")
+        name, _, text = (answer or b"").decode().partition(":")
+        if name == request:
+            content: dict[str, str] = json.loads(text)
+            if "refused" in content:
+                raise ConflictError(content["refused"])
+            return content.get("done", text)  # an earlier release has other fields
+        if time.monotonic() >= end_s:
+            raise NotReadyError(
+                f"no batcher has answered within {wait_s:g} s; the request is kept, and the next "
+                f"batcher that plans run {run!r} executes it"
+            )
+        time.sleep(0.2)
+
+
+def answered(request: str, **content: str) -> Changes:
+    """Return the writes that answer a pending request: `refused` or `done`, and a sentence."""
+    changes = Changes()
+    changes.expect("frontier", "replan", request.encode())
+    changes.write("HDEL", "frontier", "replan")
+    changes.write("HSET", "frontier", "replanned", f"{request}:{json.dumps(content)}")
+    changes.wake()
+    return changes

@@ -17,16 +17,20 @@ from turnstream.store.run.configs import read_config_async
 from turnstream.store.run.leases import MAX_LAPSED, LapsedTrajectory, list_lapsed_async
 from turnstream.types import DeadlineFired, TrajectoryAbandoned
 from turnstream_server.failpoints import failpoint
-from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import (
     Changes,
     Difference,
+    Term,
     read_facts,
     time_ms,
     write_all,
 )
-from turnstream_server.ledger.planning.ending import Attempt, end_attempts
-from turnstream_server.ledger.planning.settling import GroupState, read_group_states
+from turnstream_server.ledger.planning.settling import (
+    Attempt,
+    GroupState,
+    end_attempts,
+    read_group_states,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +102,7 @@ def fire(due: Deadline) -> Changes:
 
 
 async def _limit_deadlines(term: Term, *, run_ms: int, last_ms: float) -> bool:
-    """Let no deadline be later than one that is set now; return whether one was.
-
-    The run has shorter deadlines now, or they were set with less of its time than has passed.
-    """
+    """Let no deadline be later than one that is set now; return whether one was."""
     revision, config = await read_config_async(term.client, term.run)
     longest_s = max(config.group_deadline_s, config.reward_deadline_s)
     latest_ms = run_ms + round(longest_s * 1_000)

@@ -23,21 +23,21 @@ from turnstream.store.client.trajectory_names import with_readable_names
 from turnstream.store.run import clock
 from turnstream.store.run.configs import parse_revisions, read_config_async
 from turnstream.types import RefillGranted, TrajectoryKey
-from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import (
     MAX_TRIES,
     Changes,
     Difference,
+    Term,
     read_facts,
     time_ms,
     write_all,
     write_decision,
 )
-from turnstream_server.ledger.planning.ending import read_trajectories
 from turnstream_server.ledger.planning.settling import (
     GroupState,
     end_members,
     read_group_states,
+    read_trajectories,
     settle,
     settle_evaluation,
 )

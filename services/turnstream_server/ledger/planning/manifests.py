@@ -16,8 +16,13 @@ from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.stored_values import reading
 from turnstream_server.ledger.core.scan import stream_entries
-from turnstream_server.ledger.leadership.leadership import Term
-from turnstream_server.ledger.leadership.writes import Changes, read_facts, write, write_decision
+from turnstream_server.ledger.leadership.writes import (
+    Changes,
+    Term,
+    read_facts,
+    write,
+    write_decision,
+)
 from turnstream_server.ledger.planning import plan_writes
 from turnstream_server.ledger.planning.plan_writes import StepFacts
 from turnstream_server.ledger.planning.settling import GroupState

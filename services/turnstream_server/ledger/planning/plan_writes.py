@@ -20,11 +20,9 @@ from turnstream.store.client import keys
 from turnstream.store.client.stored_values import StoredHash, parsed_number, reading
 from turnstream.store.client.trajectory_names import with_readable_names
 from turnstream_server.ledger.core.frontier import NONE_WITHDRAWN, Withdrawn
-from turnstream_server.ledger.leadership.leadership import Term
-from turnstream_server.ledger.leadership.writes import MAX_TRIES, Changes, read_facts, time_ms
-from turnstream_server.ledger.planning.ending import Attempt
+from turnstream_server.ledger.leadership.writes import MAX_TRIES, Changes, Term, read_facts, time_ms
 from turnstream_server.ledger.planning.groups import settle_groups
-from turnstream_server.ledger.planning.settling import GroupState
+from turnstream_server.ledger.planning.settling import Attempt, GroupState
 
 SLICE: Final = 3_000
 """Most trajectories of one slice, where each group counts as GROUP_WEIGHT more. A slice takes the

@@ -16,14 +16,14 @@ from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.trajectory_names import with_readable_names
 from turnstream.types import SealedTrajectory, TrajectoryDied, TrajectoryKey
-from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import (
     Changes,
+    Term,
     read_facts,
     time_ms,
     write_decision,
 )
-from turnstream_server.ledger.planning.ending import Attempt
+from turnstream_server.ledger.planning.settling import Attempt
 
 MAX_KEPT_BYTES: Final = 4_096
 """Bytes of a rejected event's record that are kept, at most."""

@@ -20,8 +20,7 @@ from turnstream.store.run.runs import newest_version
 from turnstream.store.run.tasks import read_prompt_counts
 from turnstream.types import TrajectoryState, VersionAnnounced
 from turnstream_server.ledger.core.frontier import Frontier, read_frontier
-from turnstream_server.ledger.core.run_script import RunScript
-from turnstream_server.ledger.core.scan import hash_fields
+from turnstream_server.ledger.core.scan import RunScript, hash_fields
 from turnstream_server.ledger.release.compact_records import past_reasons
 from turnstream_server.ledger.release.release_writes import counted_reason
 

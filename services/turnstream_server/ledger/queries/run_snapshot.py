@@ -39,11 +39,7 @@ from turnstream_server.ledger.core.scan import (
     server_ms,
 )
 from turnstream_server.ledger.planning.manifests import read_plan
-from turnstream_server.ledger.queries.ledger import (
-    STATES_WITH_REASON,
-    TOP_REASONS,
-    parse_entry,
-)
+from turnstream_server.ledger.queries.ledger import STATES_WITH_REASON, TOP_REASONS, parse_entry
 from turnstream_server.ledger.release.compact_records import past_reasons
 from turnstream_server.ledger.release.release_writes import counted_reason
 from turnstream_server.ledger.sessions.observers import read_observers
@@ -99,11 +95,7 @@ def read_snapshot(client: redis.Redis, run: str) -> WaitSnapshot:
 def _num_flat_groups(
     client: redis.Redis, run: str, frontier: Frontier, config: BatchingConfig
 ) -> int:
-    """Return the groups of the newest batch if all its advantages are 0; 0 for other batches.
-
-    With gae the advantages of a plan are always 0, and the trainer estimates them. A damaged plan
-    is a reason of its own.
-    """
+    """Return the groups of the newest batch if all its advantages are 0; else, or with gae, 0."""
     try:
         stored = read_plan(client, run, frontier.planned)
     except RecordError:
@@ -187,11 +179,7 @@ def _scan_ledger(
 def _read_events(
     client: redis.Redis, run: str, config: BatchingConfig, groups: Mapping[str, _Group]
 ) -> dict[str | TrajectoryKey, int]:
-    """Return since when groups are open and rewards awaited, in ms, as far as known.
-
-    If the run leaves masked samples out, they are removed from the sealed ones: their groups wait
-    for others. Events and snapshot are read once, for there may be tens of thousands of seals.
-    """
+    """Return since when groups are open and rewards awaited, in ms, as far as known."""
     leaves_out = config.masked_reward == "leave_out"
     read = {name: group for name, group in groups.items() if leaves_out or not group.is_ready}
     if not read:

@@ -29,14 +29,14 @@ from turnstream.store.client.scripts import Command, Script, run_commands_async
 from turnstream.store.run.configs import read_config_async
 from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.scan import hash_pages
-from turnstream_server.ledger.leadership.leadership import Term
 from turnstream_server.ledger.leadership.writes import (
     Changes,
+    Term,
     read_facts,
     write_decision,
     write_decisions,
 )
-from turnstream_server.ledger.planning.ending import read_trajectories
+from turnstream_server.ledger.planning.settling import read_trajectories
 from turnstream_server.ledger.release.release_writes import (
     DROPPED,
     OVER,

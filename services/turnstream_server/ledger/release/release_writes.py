@@ -14,7 +14,7 @@ from turnstream.store.client.stored_values import parsed_number, reading
 from turnstream.store.client.trajectory_names import with_readable_names
 from turnstream.types import TrajectoryState
 from turnstream_server.ledger.leadership.writes import Changes
-from turnstream_server.ledger.planning.ending import Attempt
+from turnstream_server.ledger.planning.settling import Attempt
 
 DROPPED: Final = ("filtered", "expired", "incomplete", "surplus", "evaluated", "abandoned")
 """States in which a trajectory ends untrained. Dead ones are kept until they are discarded."""

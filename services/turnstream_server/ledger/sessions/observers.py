@@ -20,10 +20,8 @@ from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.stored_values import damaged, reading
 from turnstream.store.run import clock
-from turnstream_server.ledger.core.run_script import RunScript
-from turnstream_server.ledger.core.scan import hash_fields, server_ms
-from turnstream_server.ledger.leadership.leadership import Term
-from turnstream_server.ledger.leadership.writes import Changes, read_facts, write_decision
+from turnstream_server.ledger.core.scan import RunScript, hash_fields, server_ms
+from turnstream_server.ledger.leadership.writes import Changes, Term, read_facts, write_decision
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,12 @@ from turnstream.records.events import decode_event
 from turnstream.store.client.scripts import Argument
 from turnstream.types import RecoveryToken, VersionAnnounced
 from turnstream_server.ledger.core.frontier import Frontier, parse_frontier
-from turnstream_server.ledger.leadership.leadership import RunClient
-from turnstream_server.ledger.leadership.writes import Difference, read_together, write_result
+from turnstream_server.ledger.leadership.writes import (
+    Difference,
+    RunClient,
+    read_together,
+    write_result,
+)
 from turnstream_server.ledger.sessions import session_writes
 from turnstream_server.ledger.sessions.session_writes import Facts, TrainerRank, TrainerSession
 

@@ -25,10 +25,14 @@ from turnstream.worker.tensors import RowTensors
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.named_settings import NamedSettings
 from turnstream_server.trainer.objectives.parameters import ClipCov, KlCov, KlPenalty
-from turnstream_server.trainer.objectives.recount import recounted
-from turnstream_server.trainer.objectives.scores import Gather, PreparedPart, TokenScores, one_rank
-from turnstream_server.trainer.objectives.statistics import Statistics
-from turnstream_server.trainer.objectives.token_choice import selected_tokens
+from turnstream_server.trainer.objectives.scores import (
+    Gather,
+    PreparedPart,
+    TokenScores,
+    one_rank,
+    selected_tokens,
+)
+from turnstream_server.trainer.objectives.statistics import Statistics, recounted
 
 LOSS_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "ppo_clip": losses.ppo_clip,

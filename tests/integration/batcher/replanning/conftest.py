@@ -18,8 +18,8 @@ from turnstream.types import Group
 from turnstream_server.batcher.planner.snapshotting import DEFAULT_UPKEEP, Upkeep
 from turnstream_server.ledger.admin.dead_letters import read_dead_letters
 from turnstream_server.ledger.core.frontier import read_frontier
+from turnstream_server.ledger.planning.announcements import await_replan, request_replan
 from turnstream_server.ledger.planning.manifests import read_plan
-from turnstream_server.ledger.planning.replans import await_replan, request_replan
 from turnstream_server.ledger.queries.ledger import read_budget
 from turnstream_server.ledger.sessions.observers import declare_observer, note_observed
 

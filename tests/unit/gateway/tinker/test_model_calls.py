@@ -11,7 +11,7 @@ import pytest
 
 from turnstream.errors import RecordError
 from turnstream_server.gateway.tinker.model_calls import ModelCall, read_model_call
-from turnstream_server.operations.checkpoint_paths import CheckpointPath
+from turnstream_server.operations.checkpoints import CheckpointPath
 from turnstream_server.operations.contents import (
     LoadWeights,
     OptimStep,

@@ -18,10 +18,8 @@ from testkit.training import row_values as values_of
 from turnstream.batching.layouts.outputs import join_by_row_id
 from turnstream.types import Ragged, Rows
 from turnstream.worker import PulledMiniBatch
-from turnstream_server.models.values import ValueModel
-from turnstream_server.trainer.critic.advantages import with_advantages
 from turnstream_server.trainer.critic.config import GaeSettings
-from turnstream_server.trainer.critic.critic import Critic
+from turnstream_server.trainer.critic.critic import Critic, ValueModel, with_advantages
 from turnstream_server.trainer.engine import Engine
 from turnstream_server.trainer.objectives.config import ObjectiveConfig
 from turnstream_server.trainer.objectives.objective import Objective

@@ -12,9 +12,9 @@ from testkit.training import make_mini_batch, make_model
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.policy import load_policy, save_policy
 from turnstream_server.models.spec import SmallModelSpec
-from turnstream_server.trainer.building import build_engine
 from turnstream_server.trainer.config import TrainerConfig
 from turnstream_server.trainer.critic.config import CriticConfig, GaeSettings
+from turnstream_server.trainer.service import build_engine
 
 POLICY = SmallModelSpec(vocab_size=128, hidden_size=16, num_layers=1)
 

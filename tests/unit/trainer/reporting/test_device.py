@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from turnstream_server.trainer.reporting.device import (
+from turnstream_server.trainer.reporting.timing import (
     DeviceUse,
     model_shape,
     peak_flops,

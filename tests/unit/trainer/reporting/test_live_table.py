@@ -18,13 +18,13 @@ from testkit import wait_until
 from turnstream_server.logs import configure_logging
 from turnstream_server.screen import Screen
 from turnstream_server.trainer.config import TrainerConfig
-from turnstream_server.trainer.reporting.live_table import (
+from turnstream_server.trainer.reporting.sinks import (
     COLUMNS,
     NUM_STEPS,
     LiveTable,
+    open_sinks,
     steps_table,
 )
-from turnstream_server.trainer.reporting.sinks import open_sinks
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.console.plots import read_metrics
+from turnstream_server.console.results import read_metrics
 from turnstream_server.trainer.reporting.plot import draw, plot_metrics, running_mean
 
 AWAY = "redis://127.0.0.1:1"

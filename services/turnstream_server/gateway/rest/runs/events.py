@@ -37,7 +37,7 @@ from turnstream_server.keys.checks import secret_of
 from turnstream_server.keys.limits import Held
 from turnstream_server.keys.records import ApiKey
 from turnstream_server.ledger.core.scan import EventEntry, entry_ms, read_events_async
-from turnstream_server.ledger.leadership.snapshots import last_event_id
+from turnstream_server.ledger.leadership.leader_fields import last_event_id
 
 logger = logging.getLogger(__name__)
 

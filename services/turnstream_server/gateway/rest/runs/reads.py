@@ -20,8 +20,8 @@ from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import TrajectoryState
 from turnstream_server.gateway.rest.bodies import ARROW
 from turnstream_server.gateway.rest.caller import Read, RunName
-from turnstream_server.ledger.queries.batch_facts import BatchNumbers, batch_facts, page_of_batches
 from turnstream_server.ledger.queries.ledger import ledger_facts
+from turnstream_server.ledger.queries.run_facts import BatchNumbers, batch_facts, page_of_batches
 from turnstream_server.ledger.queries.run_snapshot import read_snapshot
 from turnstream_server.ledger.queries.trajectory_history import Trajectory, read_history
 

@@ -34,8 +34,12 @@ from turnstream_server.gateway.rest.caller import (
 from turnstream_server.keys.records import ApiKey
 from turnstream_server.ledger.admin.deletion import delete_run
 from turnstream_server.ledger.core.frontier import read_frontier
-from turnstream_server.ledger.queries.batch_facts import BatchNumbers
-from turnstream_server.ledger.queries.run_facts import progress_facts, run_facts, run_line
+from turnstream_server.ledger.queries.run_facts import (
+    BatchNumbers,
+    progress_facts,
+    run_facts,
+    run_line,
+)
 from turnstream_server.ledger.sessions.observers import Observer
 
 router = APIRouter(tags=["runs"], route_class=SmallBodyRoute)

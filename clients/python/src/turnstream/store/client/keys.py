@@ -20,7 +20,7 @@ members    hash    group name -> `<num_needed>:<highest attempt>:<refills grante
                    an entry. The prompt_uid is empty until a refill was granted.
 deadlines  zset    `group:<group name>` and `reward:<trajectory id>`, by ms of the run's own time.
 clock      hash    the run's own time, independent of jumps of the store's clock. It is `ms` at
-                   `at_ms` of the store's clock, and later at most `most_ms` more: run_clock.py.
+                   `at_ms` of the store's clock, and later at most `most_ms` more: leader_fields.py.
 refills    zset    ids of granted attempts that are not open, by when they were granted.
 rewards    hash    trajectory id in the ledger -> CRC of its posted reward, `late:<CRC>` after the
                    decision of its group, `missed` after its deadline.
@@ -78,7 +78,7 @@ over       hash    bucket -> fingerprints of finished groups, see below.
 letters    hash    id of a dead trajectory -> `<since, server ms>:<bytes>`.
 conflicts  hash    num, writes refused for their content; last, last_ms: note_conflict.lua.
 damaged    stream  rejected events of no sealed trajectory, under their own ids; fields `r`, `why`.
-rejected   zset    ids of events that no leader folds, by their milliseconds: see snapshots.py.
+rejected   zset    ids of events that no leader folds, by their milliseconds: see leader_fields.py.
 evals      hash    version, or `unknown` -> record of the result of its evaluations.
 evalgroups stream  the newest evaluated groups; field `r` = record.
 snapshot   hash    position, step, record: state of the planner after the event `position`. before

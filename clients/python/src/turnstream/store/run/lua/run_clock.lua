@@ -1,5 +1,5 @@
 #!lua
--- Included: run_ms(), the time of the run, as its leader keeps it in run_clock.py. CLOCK is the key
+-- Included: run_ms(), the time of the run, as its leader keeps it in leader_fields.py. CLOCK is the key
 -- `clock`. Without a clock it is the store's time.
 --
 -- At least the time that the planner will count for now, so that no deadline fires too early; at most
