@@ -37,8 +37,7 @@ from turnstream.store.run.runs import create_run
 from turnstream.types import GroupOpened, StoredTurn
 from turnstream.wire import tinker_pb2 as wire
 from turnstream.wire.v1 import calls_pb2 as calls_wire
-from turnstream_server.gateway.bodies import MAX_SMALL_BYTES
-from turnstream_server.gateway.parsers import MAX_BRACKETS, MAX_JSON_BYTES
+from turnstream_server.gateway.bodies import MAX_BRACKETS, MAX_JSON_BYTES, MAX_SMALL_BYTES
 from turnstream_server.gateway.rest.bodies import (
     MAX_ITEMS,
     MAX_MEMBERS_OF_GROUPS,

@@ -18,9 +18,9 @@ import uvicorn
 from turnstream.errors import InvalidConfigError, TurnstreamError
 from turnstream.store.client.connection import connect, connect_async
 from turnstream_server.free_memory import return_free_memory
+from turnstream_server.gateway.admission import LimitedApp
 from turnstream_server.gateway.app import make_app
 from turnstream_server.gateway.config import GatewayOptions
-from turnstream_server.gateway.key_limits import LimitedApp
 from turnstream_server.gateway.observing import ObservedApp
 from turnstream_server.gateway.polls import Polls
 from turnstream_server.gateway.state import Gateway

@@ -11,13 +11,13 @@ from typing import Final, TypeVar
 import redis.asyncio
 
 from turnstream.errors import BatchingError, NotReadyError
+from turnstream_server.gateway.bodies import Parsers
 from turnstream_server.gateway.config import GatewayOptions
-from turnstream_server.gateway.parsers import Parsers
 from turnstream_server.gateway.polls import Polls
 from turnstream_server.gateway.store_clients import StoreThreads
 from turnstream_server.gateway.stream_waits import StreamWaits
-from turnstream_server.keys.checks import KeyChecks
 from turnstream_server.keys.limits import TokenBucket
+from turnstream_server.keys.records import KeyChecks
 from turnstream_server.operations.bases import BaseModel, read_bases
 from turnstream_server.operations.models import ModelRecord
 

@@ -31,8 +31,8 @@ from turnstream.errors import (
 from turnstream.store.client.connection import connect_async
 from turnstream.weights import CHECKSUMS, parse_checksums
 from turnstream_server.http_server import HttpServer
-from turnstream_server.keys.checks import KeyChecks, secret_of
-from turnstream_server.keys.policy import is_loopback
+from turnstream_server.keys.records import KeyChecks, secret_of
+from turnstream_server.keys.store import is_loopback
 from turnstream_server.options import split_address
 from turnstream_server.tls import Tls
 

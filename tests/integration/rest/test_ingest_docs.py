@@ -13,7 +13,7 @@ from testkit.ingest import IngestClient, results_of
 from testkit.stores import RunReader
 from turnstream.batching.config import BatchingConfig
 from turnstream.store.run.runs import create_run
-from turnstream_server.gateway.parsers import MAX_JSON_BYTES
+from turnstream_server.gateway.bodies import MAX_JSON_BYTES
 from turnstream_server.gateway.rest.bodies import MAX_TURNS, MAX_WRITES
 from turnstream_server.gateway.rest.ingest.arrow_columns import GROUP_COLUMNS, TURN_COLUMNS
 from turnstream_server.gateway.rest.ingest.publishers import (

@@ -9,8 +9,8 @@ from typing import Any
 import redis.asyncio
 from starlette.types import Message, Receive, Scope, Send
 
+from turnstream_server.gateway.admission import LimitedApp
 from turnstream_server.gateway.config import GatewayOptions
-from turnstream_server.gateway.key_limits import LimitedApp
 from turnstream_server.gateway.polls import Polls
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.gateway.store_clients import StoreThreads

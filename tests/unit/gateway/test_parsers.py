@@ -15,7 +15,7 @@ import pytest
 
 from testkit import wait_until
 from turnstream.errors import InvalidTurnError, RecordError, UnavailableError
-from turnstream_server.gateway.parsers import (
+from turnstream_server.gateway.bodies import (
     IN_LOOP_BYTES,
     IN_THREAD_JSON_BYTES,
     MAX_BRACKETS,

@@ -21,9 +21,8 @@ from turnstream_server.batcher.serving.running_calls import (
     headers_of,
     store_time_s,
 )
-from turnstream_server.keys.checks import KeyChecks, secret_of
 from turnstream_server.keys.limits import Held, Meters, Places
-from turnstream_server.keys.records import LOCAL_KEY, ApiKey, Role
+from turnstream_server.keys.records import LOCAL_KEY, ApiKey, KeyChecks, Role, secret_of
 from turnstream_server.operations.models import read_model_async
 
 _CALLER: ContextVar[ApiKey] = ContextVar("caller", default=LOCAL_KEY)
