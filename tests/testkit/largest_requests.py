@@ -32,7 +32,7 @@ from turnstream.generator.transport.messages import call_of
 from turnstream.records.events import EVENT_NAMES
 from turnstream.records.turns import encode_turn
 from turnstream.store.client.keys import trajectory_keys
-from turnstream.store.run.leases import MAX_HEARTBEATS
+from turnstream.store.run.groups import MAX_HEARTBEATS
 from turnstream.store.run.runs import create_run
 from turnstream.types import GroupOpened, StoredTurn
 from turnstream.wire import tinker_pb2 as wire

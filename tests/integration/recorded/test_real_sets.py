@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from testkit import sealed
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.decisions import ReadyGroup
-from turnstream.batching.merge.storing import store_turns
+from turnstream.batching.merge.merging import store_turns
 from turnstream.batching.planning.plan_batch import plan_batch
 from turnstream.batching.planning.report import merge_breaks, merge_counts
 from turnstream.batching.rows.assemble import assemble_rows

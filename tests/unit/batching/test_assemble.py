@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from testkit import assert_same, spell, turn
 from testkit.planning import planned_rows
 from testkit.strategies import chains, trees
-from turnstream.batching.merge.merging import merge_turns
+from turnstream.batching.merge.merging import merge_turns, store_turns
 from turnstream.batching.merge.plan import GroupPlan
-from turnstream.batching.merge.storing import store_turns
 from turnstream.batching.rows.assemble import assemble_rows, take_rows
 from turnstream.errors import CorruptRecordError
 from turnstream.types import Status, StoredTurn, TrajectoryKey, Turn, VersionRun

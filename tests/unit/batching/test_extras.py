@@ -12,9 +12,8 @@ from testkit import assert_same, spell, turn
 from testkit.columns import IMAGES, POSITIONS, ROUTES, STYLE, TEACHER, images, routes, with_columns
 from turnstream.batching.config.declarations import no_values
 from turnstream.batching.merge.merged_extras import whole_extras
-from turnstream.batching.merge.merging import merge_turns
+from turnstream.batching.merge.merging import ExtraIndex, merge_turns, narrowed, store_turns
 from turnstream.batching.merge.prefix import PrefixMatch
-from turnstream.batching.merge.storing import ExtraIndex, narrowed, store_turns
 from turnstream.errors import InvalidTurnError
 from turnstream.types import NO_PARENT, DeclaredColumn
 

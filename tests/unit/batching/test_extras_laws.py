@@ -17,8 +17,7 @@ from testkit.links import linked_slowly
 from testkit.planning import assembled_rows
 from testkit.strategies import chains, declared_columns, trees, with_extras
 from turnstream.batching.merge.merged_extras import whole_extras
-from turnstream.batching.merge.merging import merge_turns
-from turnstream.batching.merge.storing import store_turns
+from turnstream.batching.merge.merging import merge_turns, store_turns
 from turnstream.errors import BatchingError, InvalidTurnError
 from turnstream.types import NO_PARENT, DeclaredColumn, ExtraPiece, Rows, Turn
 

@@ -10,9 +10,8 @@ from hypothesis import given
 from testkit import assert_same, spell, turn
 from testkit.strategies import trees
 from turnstream.batching.merge.columns import RowPieces, shared_pieces, token_columns
-from turnstream.batching.merge.merging import merge_turns, plan_sequences, turn_prompts
+from turnstream.batching.merge.merging import merge_turns, plan_sequences, store_turns, turn_prompts
 from turnstream.batching.merge.plan import SequenceShape
-from turnstream.batching.merge.storing import store_turns
 from turnstream.errors import BatchingError, InvalidTurnError
 from turnstream.types import Sequence, Turn, VersionRun
 

@@ -42,8 +42,7 @@ from turnstream.generator.requests import (
 from turnstream.records.events import MAX_EVENT_BYTES, MAX_TURNS, decode_event
 from turnstream.records.turns import decode_turn
 from turnstream.store.client.keys import parse_trajectory_id
-from turnstream.store.run.groups import ATTEMPT_LIMIT
-from turnstream.store.run.leases import MAX_HEARTBEATS
+from turnstream.store.run.groups import ATTEMPT_LIMIT, MAX_HEARTBEATS
 from turnstream.store.run.tasks import MOST_PASSED
 from turnstream.types import (
     Leftover,
@@ -53,8 +52,7 @@ from turnstream.types import (
     TrajectoryKey,
     VersionRun,
 )
-from turnstream.types.names import checked_text, quoted
-from turnstream.types.scalars import named_numbers, whole_number
+from turnstream.types.names import checked_text, named_numbers, quoted, whole_number
 from turnstream_server.gateway.stream_waits import EntryId
 from turnstream_server.keys.records import ApiKey, Role
 

@@ -11,7 +11,7 @@ from turnstream.errors import AccessDeniedError, RecordError, TurnstreamError
 from turnstream.generator.encode.group_checks import checked_name
 from turnstream.generator.requests import AwaitWake, ReadTurns, Request, ScriptRequest
 from turnstream.generator.transport.messages import request_of
-from turnstream.records.values import UNREADABLE, parse_message
+from turnstream.records.encoding import UNREADABLE, parse_message
 from turnstream.store.client.replies import DENIED
 from turnstream.types.names import RunId, checked_run_name
 from turnstream.wire.v1 import calls_pb2 as wire

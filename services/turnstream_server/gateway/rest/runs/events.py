@@ -21,8 +21,8 @@ from turnstream.errors import (
     StoreUnavailableError,
     UnavailableError,
 )
+from turnstream.records.encoding import to_plain
 from turnstream.records.events import EVENT_NAMES, decode_event, event_name
-from turnstream.records.values import to_plain
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run_async, no_such_run
