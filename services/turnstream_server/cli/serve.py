@@ -115,7 +115,7 @@ def trainer(
 ) -> None:
     """Train a policy on the batches of a run."""
     from turnstream_server import bootstrap
-    from turnstream_server.generators.preset import (
+    from turnstream_server.generators.guessing import (
         preset_config,
         preset_policy,
         preset_rates,

@@ -23,8 +23,7 @@ from turnstream_server.gateway.app import make_app
 from turnstream_server.gateway.config import GatewayOptions
 from turnstream_server.gateway.observing import ObservedApp
 from turnstream_server.gateway.polls import Polls
-from turnstream_server.gateway.state import Gateway
-from turnstream_server.gateway.store_clients import bounded_client
+from turnstream_server.gateway.state import Gateway, bounded_client
 from turnstream_server.http_server import BACKLOG, listening_socket
 from turnstream_server.loops import background
 from turnstream_server.operations.bases import read_bases

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.gateway.store_clients import bounded_client
+from turnstream_server.gateway.state import bounded_client
 
 
 async def test_bounded_client_lends_the_connection_unused_longest(server: EmbeddedServer) -> None:

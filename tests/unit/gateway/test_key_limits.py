@@ -12,8 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from turnstream_server.gateway.admission import LimitedApp
 from turnstream_server.gateway.config import GatewayOptions
 from turnstream_server.gateway.polls import Polls
-from turnstream_server.gateway.state import Gateway
-from turnstream_server.gateway.store_clients import StoreThreads
+from turnstream_server.gateway.state import Gateway, StoreThreads
 
 _URL = "redis://127.0.0.1:1"  # no request reaches the store
 _HEADERS = [(b"host", b"localhost"), (b"content-type", b"application/json")]
