@@ -1,4 +1,4 @@
-"""Admission of requests, before any route: foreign pages, places and rates of keys, sizes of bodies.
+"""Admission of requests, before any route: foreign pages, rates and places of keys, size of bodies.
 
 A gateway on the loopback needs no key, and a browser on the same machine reaches it. So requests
 that a browser sends on behalf of a foreign page are refused. The browser says where they come from:

@@ -1,4 +1,4 @@
-"""Values that callers pass, and their checks: names in their form for keys and ids, texts, numbers."""
+"""Values that callers pass, and their checks: names in their form for keys, texts, numbers."""
 
 from __future__ import annotations
 
