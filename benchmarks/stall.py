@@ -59,7 +59,8 @@ class Loop:
         self._loop.run_until_complete(self._serve(is_up))
 
     async def _serve(self, is_up: threading.Event) -> None:
-        from turnstream_server.batcher.serving.service import BatcherOptions, serving, tune_process
+        from turnstream_server.batcher.serving.service import BatcherOptions, serving
+        from turnstream_server.interpreter import tune_process
 
         async with serving(BatcherOptions(redis_url=self._url)) as address:
             tune_process()

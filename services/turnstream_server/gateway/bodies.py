@@ -23,7 +23,7 @@ from fastapi.responses import Response
 from starlette.types import Message, Receive
 
 from turnstream.errors import RecordError, UnavailableError
-from turnstream_server.free_memory import return_free_memory
+from turnstream_server.interpreter import return_free_memory
 from turnstream_server.keys.limits import Meter, Places
 
 BODY: Final = "turnstream.body"

@@ -8,7 +8,6 @@ import logging
 import resource
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Final
 
@@ -17,7 +16,6 @@ import uvicorn
 
 from turnstream.errors import InvalidConfigError, TurnstreamError
 from turnstream.store.client.connection import connect, connect_async
-from turnstream_server.free_memory import return_free_memory
 from turnstream_server.gateway.admission import LimitedApp
 from turnstream_server.gateway.app import make_app
 from turnstream_server.gateway.config import GatewayOptions
@@ -25,6 +23,7 @@ from turnstream_server.gateway.observing import ObservedApp
 from turnstream_server.gateway.polls import Polls
 from turnstream_server.gateway.state import Gateway, bounded_client
 from turnstream_server.http_server import BACKLOG, listening_socket
+from turnstream_server.interpreter import return_free_memory, tune_process
 from turnstream_server.loops import background
 from turnstream_server.operations.bases import read_bases
 from turnstream_server.operations.kept_results import drop_due
@@ -43,9 +42,6 @@ _ANSWER_S: Final = 2.0
 _IDLE_S: Final = 75
 """Time after which an idle connection is closed; clients send a heartbeat every 10 s."""
 
-_SWITCH_INTERVAL_S: Final = 0.0005
-"""A thread that decodes gives the interpreter to the event loop after so long."""
-
 
 class _Server(uvicorn.Server):
     """A server that leaves signals to its process."""
@@ -59,7 +55,6 @@ class _Server(uvicorn.Server):
 def run_gateway(options: GatewayOptions) -> None:
     """Serve until SIGTERM or SIGINT, then stop cleanly; errors as of `serving`."""
     _allow_connections()
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     asyncio.run(_serve_until_signal(options))
 
 
@@ -69,6 +64,7 @@ async def _serve_until_signal(options: GatewayOptions) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with serving(options) as address:
+        tune_process()
         if options.address_file is not None:
             await asyncio.to_thread(write_address, options.address_file, address)
         await stop.wait()

@@ -110,7 +110,7 @@ async def test_loop_logs_a_known_error_once_until_it_succeeds(
 
 LOOK = """
 import gc, json, sys
-from turnstream_server.batcher.serving.service import tune_process
+from turnstream_server.interpreter import tune_process
 
 usual = [sys.getswitchinterval(), *gc.get_threshold()]
 tune_process()

@@ -24,7 +24,7 @@ from turnstream_server.batcher.serving.running_calls import (
     write_messages,
 )
 from turnstream_server.failpoints import failpoint
-from turnstream_server.free_memory import return_free_memory
+from turnstream_server.interpreter import return_free_memory
 from turnstream_server.operations.log import read_bodies
 
 MAX_CACHE_BYTES: Final = 256 << 20

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import secrets
 import signal
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -40,6 +38,7 @@ from turnstream_server.batcher.serving.registry import RunDiscovery, RunRegistry
 from turnstream_server.batcher.serving.run_metrics import observed_replica
 from turnstream_server.batcher.serving.running_calls import ReasonCache, RunningCalls
 from turnstream_server.batcher.serving.servicer import SERVICE, BatchesServicer, handlers
+from turnstream_server.interpreter import tune_process
 from turnstream_server.keys.records import KeyChecks
 from turnstream_server.ledger.core.frontier import Frontier
 from turnstream_server.loops import background, first_result
@@ -71,19 +70,6 @@ _DEREGISTER_S: Final = 1.0
 """Longest wait for the store when this replica stops."""
 
 _ANY_HOST: Final = ("", "0.0.0.0", "[::]", "::")  # noqa: S104 - compared, not bound
-
-SWITCH_INTERVAL_S: Final = 0.0005
-"""A thread that computes gives the lock to the loop after so long. The loop gives it away with each
-call to the system: at the usual 5 ms, an iteration that makes ten of them takes 50 ms."""
-
-YOUNG_OBJECTS: Final = 5_000
-"""New objects that make the collector run. A trajectory is some forty objects from its event to its
-plan, none of them in a cycle: at the usual 700 it runs for every 20 trajectories and finds nothing,
-at 20,000 it stops the loop for 10 ms on a busy machine."""
-
-_YOUNG_ROUNDS: Final = 4
-_MIDDLE_ROUNDS: Final = 500
-"""A full collection looks through every trajectory of every run that waits for its batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,15 +317,3 @@ def _bind(server: grpc.aio.Server, listen: str, *, tls: Tls | None) -> str:
             f"another port with --listen or TURNSTREAM_BATCHER_PORT; 0 takes a free one",
         ) from error
     return f"{SECURE if tls else ''}{host}:{port}"
-
-
-def tune_process() -> None:
-    """Set the interpreter up for a responsive event loop, once everything is loaded.
-
-    The loop shares one interpreter lock with the threads that assemble, and one garbage collector.
-    """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # Loaded modules stay: a full collection that scans them stops the event loop for 30 ms.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, _YOUNG_ROUNDS, _MIDDLE_ROUNDS)

@@ -215,6 +215,8 @@ def text_trouble(text: object) -> str:
 
 def checked_text(text: object, *, field: str) -> str:
     """Return a text of a turn, a trajectory or a reward; InvalidTurnError if it is no UTF-8."""
+    if type(text) is str and text.isascii():  # most texts
+        return text
     if trouble := text_trouble(text):
         raise InvalidTurnError(field, trouble)
     return str(text)
@@ -238,6 +240,8 @@ def finite_number(value: Any, *, field: str, refusal: _Refusal = InvalidTurnErro
 
     Every check of this module raises an error of type `refusal`, which names field and value.
     """
+    if type(value) is float and math.isfinite(value):  # most values
+        return value
     if isinstance(value, str | bytes | bytearray):  # float() would parse them
         raise refusal(field, f"{quoted(value)} is not a number")
     try:

@@ -136,8 +136,8 @@ def checked_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
     """Return labels, sorted by key."""
     texts = named_values(tags, field="tags")
     for name, text in texts.items():
-        checked_text(text, field=f"tags[{name!r}]")
-        _check_size(text, field=f"tags[{name!r}]", most=_MAX_TAG_BYTES)
+        field = f"tags[{name!r}]"
+        _check_size(checked_text(text, field=field), field=field, most=_MAX_TAG_BYTES)
     _check_labels(texts, field="tags")
     return dict(sorted(texts.items()))
 
@@ -163,7 +163,7 @@ def _check_labels(values: Mapping[str, Any], *, field: str) -> None:
 
 
 def _check_size(text: str, *, field: str, most: int) -> None:
-    num_bytes = len(text.encode())
+    num_bytes = len(text) if text.isascii() else len(text.encode())
     if num_bytes > most:
         raise InvalidTurnError(field, f"{text[:32]!r}... has {num_bytes} bytes, more than {most}")
 
