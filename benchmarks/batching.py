@@ -50,8 +50,7 @@ from turnstream.batching.layouts.sft import (
     supervised_rows,
 )
 from turnstream.batching.merge.columns import stored_row, token_columns
-from turnstream.batching.merge.merging import plan_sequences
-from turnstream.batching.merge.storing import store_turns
+from turnstream.batching.merge.merging import plan_sequences, store_turns
 from turnstream.types import Ragged, Rows, StoredTurn, Turn
 
 COLLATION_GOAL, COPY_GOAL = 30.0, 2.0

@@ -23,7 +23,7 @@ from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run
 from turnstream.store.waits.wait_warnings import WaitWarnings
 from turnstream_server import failpoints
-from turnstream_server.keys.policy import requires_key
+from turnstream_server.keys.store import requires_key
 from turnstream_server.ledger.core.stores import check_store
 from turnstream_server.observed import batcher_check, observe_process, run_check
 from turnstream_server.options import ListenOptions, split_address

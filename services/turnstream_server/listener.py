@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from turnstream.errors import TurnstreamError
 from turnstream_server.http_server import HttpServer
-from turnstream_server.keys.checks import secret_of
+from turnstream_server.keys.records import secret_of
 from turnstream_server.telemetry.instruments import REGISTRY
 from turnstream_server.telemetry.readiness import Readiness
 from turnstream_server.tls import Tls

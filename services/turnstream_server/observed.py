@@ -11,7 +11,7 @@ from turnstream.errors import InvalidConfigError
 from turnstream.store.client.api_keys import FILE_VARIABLE, read_key_file
 from turnstream.store.run.batchers import registered_batchers
 from turnstream.worker.launch import find_launch
-from turnstream_server.keys.policy import is_loopback
+from turnstream_server.keys.store import is_loopback
 from turnstream_server.logs import configure_logging
 from turnstream_server.options import split_address
 from turnstream_server.settings import Settings

@@ -16,10 +16,9 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.members import FoldState, GroupMembers
 from turnstream.batching.merge.plan import GroupPlan, Manifest
 from turnstream.records.compact import CompactBatch, encode_batch, encode_ends
+from turnstream.records.encoding import MANIFEST, to_message, write_frame
 from turnstream.records.events import MAX_TURNS, encode_event
-from turnstream.records.framing import MANIFEST, write_frame
 from turnstream.records.snapshots import encode_snapshot
-from turnstream.records.values import to_message
 from turnstream.store.client.keys import RUNS, run_keys
 from turnstream.store.run.runs import create_run
 from turnstream.types import (

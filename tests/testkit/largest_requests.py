@@ -32,13 +32,12 @@ from turnstream.generator.transport.messages import call_of
 from turnstream.records.events import EVENT_NAMES
 from turnstream.records.turns import encode_turn
 from turnstream.store.client.keys import trajectory_keys
-from turnstream.store.run.leases import MAX_HEARTBEATS
+from turnstream.store.run.groups import MAX_HEARTBEATS
 from turnstream.store.run.runs import create_run
 from turnstream.types import GroupOpened, StoredTurn
 from turnstream.wire import tinker_pb2 as wire
 from turnstream.wire.v1 import calls_pb2 as calls_wire
-from turnstream_server.gateway.bodies import MAX_SMALL_BYTES
-from turnstream_server.gateway.parsers import MAX_BRACKETS, MAX_JSON_BYTES
+from turnstream_server.gateway.bodies import MAX_BRACKETS, MAX_JSON_BYTES, MAX_SMALL_BYTES
 from turnstream_server.gateway.rest.bodies import (
     MAX_ITEMS,
     MAX_MEMBERS_OF_GROUPS,

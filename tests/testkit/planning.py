@@ -9,9 +9,8 @@ from typing import Any
 from testkit.plans import config, sealed, trajectory_plan
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.decisions import ReadyGroup
-from turnstream.batching.merge.merging import plan_sequences
+from turnstream.batching.merge.merging import plan_sequences, store_turns
 from turnstream.batching.merge.plan import GroupPlan, Manifest, TrajectoryPlan
-from turnstream.batching.merge.storing import store_turns
 from turnstream.batching.planning.plan_batch import plan_batch
 from turnstream.batching.rows.assemble import assemble_rows
 from turnstream.types import (

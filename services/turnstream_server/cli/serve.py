@@ -68,7 +68,7 @@ def trainer(
 ) -> None:
     """Train a policy on the batches of a run."""
     from turnstream_server import bootstrap
-    from turnstream_server.generators.preset import preset_config, preset_policy, preset_rates
+    from turnstream_server.generators.guessing import preset_config, preset_policy, preset_rates
 
     if preset not in (None, "guessing"):
         message = f"{preset!r} is no preset; the only one is guessing"

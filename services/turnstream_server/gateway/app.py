@@ -6,13 +6,15 @@ The client repeats 408, 409, 429 and 5xx, for minutes or without end. So an erro
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from typing import Final
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import ClientDisconnect
 from starlette.routing import Mount
 
@@ -32,7 +34,6 @@ from turnstream_server.gateway.rest.app import make_rest_app
 from turnstream_server.gateway.routes import (
     downloads,
     futures,
-    health,
     models,
     sampling,
     sessions,
@@ -40,10 +41,12 @@ from turnstream_server.gateway.routes import (
 )
 from turnstream_server.gateway.routes import training_runs as runs
 from turnstream_server.gateway.state import Gateway
-from turnstream_server.gateway.tinker_caller import authenticate
-from turnstream_server.telemetry.instruments import count_error
+from turnstream_server.gateway.tinker_caller import authenticate, require_role
+from turnstream_server.telemetry.instruments import REGISTRY, count_error
 
 logger = logging.getLogger(__name__)
+
+router = APIRouter()
 
 PREFIX: Final = "/api/v1"
 
@@ -70,7 +73,7 @@ def make_app(gateway: Gateway) -> FastAPI:
         app.include_router(group.router, prefix=PREFIX, dependencies=[Depends(authenticate)])
     for group in (sessions, downloads):
         app.include_router(group.public, prefix=PREFIX)
-    app.include_router(health.router)
+    app.include_router(router)
     app.router.routes.append(_mount(REST_PREFIX, make_rest_app(gateway)))
     for kind in _STATUSES:
         app.add_exception_handler(kind, _refuse)
@@ -79,6 +82,28 @@ def make_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(ClientDisconnect, disconnected)
     app.add_exception_handler(Exception, _failed)
     return app
+
+
+@router.get("/healthz")
+async def healthz() -> Response:
+    """Return that the process lives. It needs no key."""
+    return json_response({"alive": True})
+
+
+@router.get("/readyz")
+async def readyz(request: Request) -> Response:
+    """Return the state of the dependencies; 503 if a needed one is not ready. It needs no key."""
+    gateway: Gateway = request.app.state.gateway
+    status, body = await asyncio.to_thread(gateway.options.readiness.answer)
+    return Response(body, status, media_type="application/json")
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Return the metrics of this process for Prometheus; the key needs the role `read`."""
+    require_role(request, "read")
+    shown = await asyncio.to_thread(generate_latest, REGISTRY)
+    return Response(shown, media_type=CONTENT_TYPE_LATEST)
 
 
 def _mount(prefix: str, app: FastAPI) -> Mount:

@@ -34,7 +34,7 @@ class GatewayOptions:
         read_share: assembles mini-batches; None offers none.
         folder: shared folder of the workers, for downloads of exported weights; None offers none.
         address_file: receives the bound address once the server answers; None for none.
-        names: host names under which it is reached, in lower case; see web_pages.py.
+        names: host names under which it is reached, in lower case; see admission.py.
         requires_key: requests need a stored key; see `KeyChecks`.
         tls: certificate and key of the server; None serves without TLS.
         poll_s: longest time for which a poll of a pending result is held. Clients wait 45 s.

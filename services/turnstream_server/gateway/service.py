@@ -16,13 +16,12 @@ import uvicorn
 
 from turnstream.errors import InvalidConfigError, TurnstreamError
 from turnstream.store.client.connection import connect, connect_async
+from turnstream_server.gateway.admission import LimitedApp
 from turnstream_server.gateway.app import make_app
 from turnstream_server.gateway.config import GatewayOptions
-from turnstream_server.gateway.key_limits import LimitedApp
 from turnstream_server.gateway.observing import ObservedApp
 from turnstream_server.gateway.polls import Polls
-from turnstream_server.gateway.state import Gateway
-from turnstream_server.gateway.store_clients import bounded_client
+from turnstream_server.gateway.state import Gateway, bounded_client
 from turnstream_server.http_server import BACKLOG, listening_socket
 from turnstream_server.interpreter import return_free_memory, tune_process
 from turnstream_server.loops import background

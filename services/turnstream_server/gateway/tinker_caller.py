@@ -10,8 +10,7 @@ from fastapi import Depends, HTTPException, Request
 
 from turnstream.errors import AccessDeniedError, RunNotFoundError, UnknownKeyError
 from turnstream_server.gateway.state import Gateway, keep
-from turnstream_server.keys.checks import key_of, secret_of
-from turnstream_server.keys.records import PREFIX, ApiKey, Role
+from turnstream_server.keys.records import PREFIX, ApiKey, Role, key_of, secret_of
 from turnstream_server.operations.checkpoints import (
     CheckpointPath,
     SavedCheckpoint,

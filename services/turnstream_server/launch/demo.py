@@ -11,8 +11,7 @@ from rich.console import Console
 
 from turnstream.store.run.runs import close_run
 from turnstream_server.console.summary import Summary, summary_table
-from turnstream_server.generators.guessing import MAX_GUESSES, NUM_NUMBERS
-from turnstream_server.generators.preset import preset_config
+from turnstream_server.generators.guessing import MAX_GUESSES, NUM_NUMBERS, preset_config
 from turnstream_server.launch.job import Job, report, training_job
 from turnstream_server.launch.stack import Service
 from turnstream_server.options import DemoOptions

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from turnstream.errors import InvalidConfigError, UnknownFormatError
-from turnstream.records.framing import check_format
+from turnstream.records.encoding import check_format
 from turnstream.types import RecoveryToken
 from turnstream_server.failpoints import failpoint
 from turnstream_server.models.folders import new_folder, remove_folder, remove_unfinished

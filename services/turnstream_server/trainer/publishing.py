@@ -38,8 +38,8 @@ from turnstream.store.client.connection import connect_async
 from turnstream.weights import CHECKSUMS, parse_checksums, write_checksums
 from turnstream_server.failpoints import failpoint
 from turnstream_server.http_server import HttpServer
-from turnstream_server.keys.checks import KeyChecks, secret_of
-from turnstream_server.keys.policy import is_loopback
+from turnstream_server.keys.records import KeyChecks, secret_of
+from turnstream_server.keys.store import is_loopback
 from turnstream_server.models.folders import remove_unfinished
 from turnstream_server.options import split_address
 from turnstream_server.tls import Tls

@@ -16,13 +16,13 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from turnstream.records import framing
+from turnstream.records import encoding
 
 UNKNOWN_FIELD = b"\xfa\x3e\x05newer"
 """Number 1007 of protobuf's wire format, five bytes."""
 
-_WITH_FIELDS = frozenset({framing.TURN, framing.EVENT, framing.MANIFEST})
-_write_frame = framing.write_frame
+_WITH_FIELDS = frozenset({encoding.TURN, encoding.EVENT, encoding.MANIFEST})
+_write_frame = encoding.write_frame
 
 
 def write_newer_frame(
@@ -33,7 +33,7 @@ def write_newer_frame(
 
 
 if __name__ == "__main__":
-    framing.write_frame = write_newer_frame  # before any codec takes it from there
+    encoding.write_frame = write_newer_frame  # before any codec takes it from there
     module, *arguments = sys.argv[1:]
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from fuzz.damage import PLAIN_WAYS, forged_field, forged_header
 from testkit import sealed, stored_turn
+from turnstream.records.encoding import EVENT, write_frame
 from turnstream.records.events import encode_event
-from turnstream.records.framing import EVENT, write_frame
 from turnstream.records.turns import encode_turn
 from turnstream.store.client import keys
 from turnstream.types import (

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from testkit import group, sealed, wait_until_async
+from turnstream.records.encoding import EVENT, write_frame
 from turnstream.records.events import encode_event
-from turnstream.records.framing import EVENT, write_frame
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect
 from turnstream.types import ConfigRevised, GroupOpened
@@ -87,7 +87,7 @@ async def test_newer_record_stops_the_run_and_sets_nothing_aside(
     run = cluster.create_run(batch_groups=1)
     await cluster.publish(run, group("g0"))
     with monkeypatch.context() as patched:
-        patched.setattr("turnstream.records.framing.MAJOR_VERSION", 1)
+        patched.setattr("turnstream.records.encoding.MAJOR_VERSION", 1)
         newer = write_frame(EVENT, SEAL[8:-4].rstrip(b"\0"))
     event_id = add_event(cluster, run, {"r": newer, **posted})
     await cluster.start_batcher()

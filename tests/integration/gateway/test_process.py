@@ -17,7 +17,7 @@ from testkit.gateway_thread import GatewayThread
 from turnstream.store.client.connection import connect
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway import service
-from turnstream_server.gateway.store_clients import bounded_client
+from turnstream_server.gateway.state import bounded_client
 from turnstream_server.keys.store import create_key
 
 PAGE_MB = os.sysconf("SC_PAGE_SIZE") / 2**20

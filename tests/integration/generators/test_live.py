@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 import testkit
 from testkit.gateway_thread import GatewayThread
 from testkit.stores import RunReader
-from turnstream.batching.merge.merging import turn_prompts
-from turnstream.batching.merge.storing import anchor_hash
+from turnstream.batching.merge.merging import anchor_hash, turn_prompts
 from turnstream.errors import InvalidConfigError, NotReadyError, StoreUnavailableError
 from turnstream.store.client.connection import connect_async
 from turnstream.store.run.runs import close_run

@@ -23,7 +23,7 @@ from turnstream.generator.requests import AppendTurns, Lease, PostedSeal, PostSe
 from turnstream.generator.transport.messages import MEDIA_TYPE, call_of
 from turnstream.records.events import encode_event
 from turnstream.records.turns import encode_turn
-from turnstream.store.run.leases import MAX_HEARTBEATS
+from turnstream.store.run.groups import MAX_HEARTBEATS
 from turnstream.types import ExtraPiece, StoredTurn, TrajectoryKey, VersionRun
 from turnstream.wire.v1 import calls_pb2 as wire
 from turnstream_server.gateway.rest.generators.plan import MAX_CALLS, MAX_READS

@@ -22,7 +22,7 @@ from turnstream.http.problems import HEADER
 from turnstream.store.client.scripts import Script
 from turnstream.wire.v1 import calls_pb2 as wire
 from turnstream.wire.v1 import records_pb2
-from turnstream_server.gateway.rest.generators import links, route
+from turnstream_server.gateway.rest.generators import route
 
 pytestmark = pytest.mark.redis
 
@@ -84,7 +84,7 @@ def test_sdk_takes_the_replies_of_a_later_gateway_with_other_scripts(
     for name, script in scripts.items():
         monkeypatch.setattr(requests, name, script)
     every = (*requests.SCRIPTS, *requests.SINGLE_SCRIPTS, *scripts.values())
-    monkeypatch.setattr(links, "_FIRST_WORDS", first_words(every))
+    monkeypatch.setattr(route, "_FIRST_WORDS", first_words(every))
     new_field = b"\xba\x06\x03new"
     monkeypatch.setattr(
         route, "Response", lambda body, **fields: Response(body + new_field, **fields)

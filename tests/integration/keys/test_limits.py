@@ -14,8 +14,8 @@ from fastapi import FastAPI
 from testkit import wait_until
 from testkit.gateway_thread import GatewayThread
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.gateway import key_limits
-from turnstream_server.gateway.key_limits import _STRANGER_BYTES
+from turnstream_server.gateway import admission
+from turnstream_server.gateway.admission import _STRANGER_BYTES
 from turnstream_server.keys.records import KeyLimits
 from turnstream_server.keys.store import create_key
 
@@ -102,7 +102,7 @@ def test_stranger_sends_no_large_body(post: Any) -> None:
 def test_strangers_have_a_rate_and_made_up_keys_are_not_all_looked_up(
     gateway: GatewayThread, post: Any, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(key_limits, "_STRANGER_LIMITS", KeyLimits(requests_per_s=5.0))
+    monkeypatch.setattr(admission, "_STRANGER_LIMITS", KeyLimits(requests_per_s=5.0))
     found: list[httpx2.Response] = []
     with httpx2.Client(base_url=gateway.base_url, timeout=30) as http:
         client.config_resetstat()

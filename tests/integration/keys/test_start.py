@@ -20,8 +20,7 @@ from turnstream.errors import AccessDeniedError, InvalidConfigError, UnknownKeyE
 from turnstream.store.client.connection import connect
 from turnstream_server import bootstrap, cli
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.keys.policy import requires_key
-from turnstream_server.keys.store import KEYS, create_key, list_keys, revoke_key
+from turnstream_server.keys.store import KEYS, create_key, list_keys, requires_key, revoke_key
 from turnstream_server.settings import Settings
 
 pytestmark = pytest.mark.redis

@@ -22,9 +22,8 @@ from turnstream.errors import (
 )
 from turnstream.store.client.connection import connect, connect_async
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.keys import checks as checks_module
-from turnstream_server.keys.checks import KeyChecks
-from turnstream_server.keys.records import ROLES, KeyLimits, key_id_of
+from turnstream_server.keys import records
+from turnstream_server.keys.records import ROLES, KeyChecks, KeyLimits, key_id_of
 from turnstream_server.keys.store import (
     KEYS,
     add_service_key,
@@ -168,8 +167,8 @@ async def test_store_decides_when_a_key_expires(
 async def test_unknown_keys_leave_known_ones_in_the_cache(
     own_server: EmbeddedServer, own_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks_module, "_MAX_CACHED", 3)
-    monkeypatch.setattr(checks_module, "_FRESH_S", 0.0)
+    monkeypatch.setattr(records, "_MAX_CACHED", 3)
+    monkeypatch.setattr(records, "_FRESH_S", 0.0)
     secrets = [create_key(own_client, f"ci-{number}", roles=["read"]) for number in range(4)]
     async with connect_async(own_server.url, num_retries=0) as client:
         checks = KeyChecks(client, requires_key=True)
@@ -194,7 +193,7 @@ async def refused(checks: KeyChecks, secret: str) -> bool:
 async def test_known_key_is_accepted_while_the_store_is_away(
     own_server: EmbeddedServer, own_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks_module, "_FRESH_S", 0.0)
+    monkeypatch.setattr(records, "_FRESH_S", 0.0)
     secret = create_key(own_client, "ci", roles=["read"])
     async with connect_async(own_server.url, num_retries=0) as client:
         checks, local = (KeyChecks(client, requires_key=each) for each in (True, False))
@@ -205,7 +204,7 @@ async def test_known_key_is_accepted_while_the_store_is_away(
         assert (await local.identify("tml-any")).name == "local"
         with pytest.raises(StoreUnavailableError):
             await checks.identify("tml-never-seen")
-        monkeypatch.setattr(checks_module, "_OUTAGE_S", 0.0)
+        monkeypatch.setattr(records, "_OUTAGE_S", 0.0)
         with pytest.raises(StoreUnavailableError):
             await checks.identify(secret)
     own_server.restart()
@@ -214,8 +213,8 @@ async def test_known_key_is_accepted_while_the_store_is_away(
 async def test_silent_store_delays_a_known_key_for_seconds_at_most(
     own_server: EmbeddedServer, own_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks_module, "_FRESH_S", 0.0)
-    monkeypatch.setattr(checks_module, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(records, "_FRESH_S", 0.0)
+    monkeypatch.setattr(records, "_ANSWER_S", 0.2)
     secret = create_key(own_client, "ci", roles=["read"])
     async with connect_async(own_server.url) as client:
         checks = KeyChecks(client, requires_key=True)

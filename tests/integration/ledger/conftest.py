@@ -21,7 +21,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async
 from turnstream.store.client.fullness import Bytes
 from turnstream.store.client.scripts import run_command_async
-from turnstream.store.run.budget import settled_lease
+from turnstream.store.run.groups import settled_lease
 from turnstream.store.run.rewards import (
     RewardOutcome,
     encode_reward,

@@ -12,7 +12,7 @@ import redis
 from turnstream.batching.fold.decisions import GroupEvaluated
 from turnstream.errors import RejectedError, WaitKind
 from turnstream.store.client.scripts import run_command_async
-from turnstream.store.run.budget import reserve_command
+from turnstream.store.run.groups import reserve_command
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import Purpose, TrajectoryKey, TrajectoryState
 from turnstream_server.ledger.queries.ledger import read_budget

@@ -18,7 +18,7 @@ from turnstream.records.events import encode_event
 from turnstream.records.turns import encode_turn
 from turnstream.store.client import keys
 from turnstream.store.client.scripts import run_command
-from turnstream.store.run.budget import reserve_command
+from turnstream.store.run.groups import reserve_command
 from turnstream.types import TrajectoryState
 from turnstream_server.console.dead_letters import dead_letter_json
 from turnstream_server.ledger.admin.dead_letters import (

@@ -15,7 +15,7 @@ from turnstream.errors import FencedError, RunNotFoundError
 from turnstream.store.client import keys
 from turnstream.store.client.scripts import run_command
 from turnstream.store.run.configs import read_config, revise_config
-from turnstream.store.run.leases import list_lapsed_command
+from turnstream.store.run.groups import list_lapsed_command
 from turnstream.store.run.runs import (
     close_run,
     create_run,

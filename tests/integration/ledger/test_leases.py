@@ -15,7 +15,7 @@ from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.connection import Link
 from turnstream.store.client.scripts import run_command_async
-from turnstream.store.run.leases import (
+from turnstream.store.run.groups import (
     MAX_LAPSED,
     adopt_command,
     heartbeat_command,

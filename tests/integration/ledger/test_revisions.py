@@ -9,7 +9,7 @@ import pytest
 from turnstream.errors import ConflictError, RejectedError
 from turnstream.store.client.scripts import run_command_async
 from turnstream.store.run.configs import read_revisions, revise_config
-from turnstream.store.run.leases import adopt_command, heartbeat_command, list_lapsed_async
+from turnstream.store.run.groups import adopt_command, heartbeat_command, list_lapsed_async
 from turnstream.store.waits.wait_reasons import reasons
 from turnstream.types import ConfigRevised, Purpose
 from turnstream_server.ledger.planning.announcements import announce_revision, read_revisions_async

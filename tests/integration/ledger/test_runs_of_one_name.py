@@ -23,7 +23,7 @@ from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.run_ids import find_run
 from turnstream.store.run.configs import read_config
-from turnstream.store.run.leases import adopt_command, heartbeat_command
+from turnstream.store.run.groups import adopt_command, heartbeat_command
 from turnstream.store.run.rewards import encode_reward, post_reward_command
 from turnstream.store.run.runs import close_command, close_run, create_run, list_runs
 from turnstream.store.run.tasks import next_task_command, read_prompt_counts

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from turnstream.batching.merge.merging import turn_prompts
-from turnstream.batching.merge.storing import store_turns
+from turnstream.batching.merge.merging import store_turns, turn_prompts
 from turnstream.batching.planning.report import merge_breaks, merge_counts
 from turnstream.types import StoredTurn, TrajectoryKey, Turn
 from turnstream_server.generators.chat import ChatTokenizer

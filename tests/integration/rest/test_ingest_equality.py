@@ -30,7 +30,7 @@ from turnstream.generator import Publisher
 from turnstream.store.run.runs import create_run
 from turnstream.types import DeclaredColumn, Group, Status, TrajectoryKey, VersionRun
 from turnstream_server.embedded import EmbeddedServer
-from turnstream_server.gateway.parsers import MAX_JSON_BYTES
+from turnstream_server.gateway.bodies import MAX_JSON_BYTES
 from turnstream_server.gateway.rest.bodies import MAX_TURNS, MAX_WRITES
 from turnstream_server.gateway.rest.ingest.arrow_columns import GROUP_COLUMNS, TURN_COLUMNS
 from turnstream_server.gateway.rest.ingest.publishers import (

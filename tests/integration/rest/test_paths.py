@@ -18,7 +18,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.errors import RejectedError
 from turnstream.http.problems import HEADER, WIRE_VERSION, error_of
 from turnstream.store.run.runs import create_run
-from turnstream_server.gateway import parsers
+from turnstream_server.gateway import bodies as gateway_bodies
 from turnstream_server.gateway.rest import bodies
 from turnstream_server.ledger.admin.deletion import delete_run
 
@@ -94,7 +94,7 @@ def test_requests_are_answered_while_a_large_body_is_parsed(
         return parse(text, **options)
 
     monkeypatch.setattr(bodies, "from_json", parse_later)
-    monkeypatch.setattr(parsers, "IN_THREAD_JSON_BYTES", 1 << 30)
+    monkeypatch.setattr(gateway_bodies, "IN_THREAD_JSON_BYTES", 1 << 30)
     with ThreadPoolExecutor(1) as pool:
         try:
             posted = pool.submit(ingest.post, "turns", *items)

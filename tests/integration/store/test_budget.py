@@ -12,7 +12,7 @@ from testkit.run_driver import Drive, RunDriver
 from turnstream.errors import GroupTooLargeError, RejectedError
 from turnstream.store.client.fullness import FIRST_ESTIMATE
 from turnstream.store.client.scripts import run_command
-from turnstream.store.run.budget import FIRST_BYTES, reserve_command, settled_lease
+from turnstream.store.run.groups import FIRST_BYTES, reserve_command, settled_lease
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.ledger.queries.ledger import read_budget
 

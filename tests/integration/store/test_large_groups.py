@@ -18,8 +18,8 @@ from turnstream.errors import (
 )
 from turnstream.generator import Publisher
 from turnstream.records.configs import encode_config
-from turnstream.store.run.budget import settled_lease
 from turnstream.store.run.configs import revise_config
+from turnstream.store.run.groups import settled_lease
 from turnstream.store.run.tasks import Prompt, add_prompts
 from turnstream_server.ledger.queries.ledger import read_budget
 

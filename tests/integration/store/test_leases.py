@@ -8,7 +8,7 @@ import redis
 
 from testkit.run_driver import Drive, RunDriver
 from turnstream.errors import ConflictError, FencedError, RunNotFoundError
-from turnstream.store.run.leases import (
+from turnstream.store.run.groups import (
     LapsedTrajectory,
     adopt_command,
     heartbeat_command,

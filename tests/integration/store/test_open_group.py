@@ -20,8 +20,7 @@ from turnstream.errors import (
 )
 from turnstream.store.client.scripts import Command
 from turnstream.store.run.credits import credit
-from turnstream.store.run.groups import most_samples
-from turnstream.store.run.leases import adopt_command
+from turnstream.store.run.groups import adopt_command, most_samples
 
 pytestmark = pytest.mark.redis
 

@@ -16,8 +16,12 @@ from turnstream.records.events import MAX_EVENT_BYTES
 from turnstream.store.client.scripts import Command
 from turnstream.store.run import tasks
 from turnstream.store.run.configs import read_config
-from turnstream.store.run.groups import LEAST_NAME_BYTES
-from turnstream.store.run.leases import MAX_HEARTBEATS, MAX_LAPSED, heartbeat_command
+from turnstream.store.run.groups import (
+    LEAST_NAME_BYTES,
+    MAX_HEARTBEATS,
+    MAX_LAPSED,
+    heartbeat_command,
+)
 from turnstream.store.run.tasks import (
     MAX_PAYLOAD_BYTES,
     MOST_PASSED,

@@ -14,8 +14,8 @@ from testkit.folds import restored
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.planning.plan_batch import plan_batch
 from turnstream.errors import RecordError
+from turnstream.records.encoding import EVENT, write_frame
 from turnstream.records.events import encode_event
-from turnstream.records.framing import EVENT, write_frame
 from turnstream.types import GroupOpened, RewardPosted, RunClosed, TrajectoryKey
 from turnstream.wire.v1 import records_pb2 as wire
 from turnstream_server.batcher.planner.decisions import UnreadableEvent, read_entry

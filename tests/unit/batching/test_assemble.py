@@ -13,9 +13,8 @@ from testkit import assert_same, mini_batch_info, operation_rows, rows, spell, t
 from testkit.planning import planned_rows
 from testkit.shares import join_shares, rank_share
 from testkit.strategies import chains, mini_batches, operation_mini_batches, trees
-from turnstream.batching.merge.merging import merge_turns
+from turnstream.batching.merge.merging import merge_turns, store_turns
 from turnstream.batching.merge.plan import GroupPlan
-from turnstream.batching.merge.storing import store_turns
 from turnstream.batching.rows.assemble import (
     assemble_rows,
     concatenate_rows,

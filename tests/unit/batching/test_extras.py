@@ -18,9 +18,8 @@ from testkit.planning import assembled_rows
 from testkit.strategies import chains, declared_columns, trees, with_extras
 from turnstream.batching.config.declarations import no_values
 from turnstream.batching.merge.merged_extras import whole_extras
-from turnstream.batching.merge.merging import merge_turns
+from turnstream.batching.merge.merging import ExtraIndex, merge_turns, narrowed, store_turns
 from turnstream.batching.merge.prefix import PrefixMatch
-from turnstream.batching.merge.storing import ExtraIndex, narrowed, store_turns
 from turnstream.errors import BatchingError, InvalidTurnError
 from turnstream.types import NO_PARENT, DeclaredColumn, ExtraPiece, Rows, Turn
 

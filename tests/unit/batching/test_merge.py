@@ -13,10 +13,9 @@ from testkit import assert_same, ids, spell, turn
 from testkit.links import linked_slowly
 from testkit.strategies import trees
 from turnstream.batching.merge.columns import RowPieces, shared_pieces, token_columns
-from turnstream.batching.merge.merging import merge_turns, plan_sequences, turn_prompts
+from turnstream.batching.merge.merging import merge_turns, plan_sequences, store_turns, turn_prompts
 from turnstream.batching.merge.plan import SequenceShape
 from turnstream.batching.merge.prefix import PrefixIndex, PrefixMatch
-from turnstream.batching.merge.storing import store_turns
 from turnstream.errors import BatchingError, InvalidTurnError
 from turnstream.types import NO_PARENT, Sequence, Turn, VersionRun
 

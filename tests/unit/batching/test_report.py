@@ -8,7 +8,7 @@ import pytest
 from testkit import config, sealed, shape, turn
 from testkit.planning import plan, ready
 from turnstream.batching.config import BatchingConfig
-from turnstream.batching.merge.storing import store_turns
+from turnstream.batching.merge.merging import store_turns
 from turnstream.batching.planning.report import (
     MergeBreak,
     merge_breaks,

@@ -22,8 +22,8 @@ from turnstream.batching.fold.members import problem_of
 from turnstream.batching.layouts.jagged import jagged
 from turnstream.batching.layouts.packed import packed
 from turnstream.batching.layouts.padded import left_padded, right_padded
+from turnstream.batching.merge.merging import anchor_hash, store_turns
 from turnstream.batching.merge.plan import Manifest
-from turnstream.batching.merge.storing import anchor_hash, store_turns
 from turnstream.batching.packing.microbatch import Budget
 from turnstream.batching.rows.assemble import assemble_rows, take_rows
 from turnstream.batching.scoring.group_filters import filter_reason

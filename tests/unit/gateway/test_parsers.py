@@ -17,9 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from testkit import wait_until
 from turnstream.errors import InvalidTurnError, RecordError, UnavailableError
-from turnstream_server.gateway.config import GatewayOptions
-from turnstream_server.gateway.key_limits import LimitedApp
-from turnstream_server.gateway.parsers import (
+from turnstream_server.gateway.admission import LimitedApp
+from turnstream_server.gateway.bodies import (
     IN_LOOP_BYTES,
     IN_THREAD_JSON_BYTES,
     MAX_BRACKETS,
@@ -27,9 +26,9 @@ from turnstream_server.gateway.parsers import (
     MAX_QUOTES,
     Parsers,
 )
+from turnstream_server.gateway.config import GatewayOptions
 from turnstream_server.gateway.polls import Polls
-from turnstream_server.gateway.state import Gateway
-from turnstream_server.gateway.store_clients import StoreThreads
+from turnstream_server.gateway.state import Gateway, StoreThreads
 
 _SMALL, _LARGE = bytes(IN_LOOP_BYTES), bytes(IN_THREAD_JSON_BYTES + 1)
 

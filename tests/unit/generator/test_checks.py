@@ -15,7 +15,7 @@ from turnstream.errors import InvalidTurnError
 from turnstream.generator.encode import checks, group_checks
 from turnstream.store.run import groups
 from turnstream.types import Status, TrajectoryKey, Turn
-from turnstream.types.scalars import named_numbers
+from turnstream.types.names import named_numbers
 
 
 def check(prompt: Any = (1, 2), response: Any = (3, 4), **fields: Any) -> Turn:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from testkit import assert_same, group, trajectory, turn
 from testkit.strategies import declared_columns, trees, with_extras
-from turnstream.batching.merge.storing import anchor_hash
+from turnstream.batching.merge.merging import anchor_hash
 from turnstream.errors import InvalidTurnError
 from turnstream.generator.api.work import adopted_turns
 from turnstream.generator.encode import checks, encoder

@@ -10,7 +10,7 @@ from redis.exceptions import ResponseError
 from testkit.outboxes import OutboxDriver, driver_with_queue, driver_with_seal
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator.outbox.receipts import PendingWrite
-from turnstream.store.run.budget import FIRST_BYTES, with_block
+from turnstream.store.run.groups import FIRST_BYTES, with_block
 from turnstream.types import TrajectoryKey
 
 

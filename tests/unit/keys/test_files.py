@@ -11,8 +11,8 @@ import pytest
 
 from turnstream.errors import InvalidConfigError
 from turnstream.store.client.api_keys import own_key
-from turnstream_server.keys import policy
-from turnstream_server.keys.policy import ensure_key_file
+from turnstream_server.keys import store
+from turnstream_server.keys.store import ensure_key_file
 from turnstream_server.tls import read_tls
 
 
@@ -39,13 +39,13 @@ def test_processes_that_create_the_file_together_get_the_same_key(tmp_path: Path
 
 def test_the_first_of_two_writers_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "key"
-    create = policy._create
+    create = store._create
 
     def create_late(path: Path, secret: str) -> None:
         path.write_text("tml-of-another-process-0123456789\n")
         create(path, secret)
 
-    monkeypatch.setattr(policy, "_create", create_late)
+    monkeypatch.setattr(store, "_create", create_late)
 
     assert ensure_key_file(path) == "tml-of-another-process-0123456789"
     assert len([*tmp_path.iterdir()]) == 1

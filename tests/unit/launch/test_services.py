@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from turnstream_server import bootstrap, cli
 from turnstream_server.generators.config import LiveGeneratorConfig, ReplayConfig
-from turnstream_server.generators.preset import LEARNING_RATE, preset_policy
+from turnstream_server.generators.guessing import LEARNING_RATE, preset_policy
 from turnstream_server.launch.job import write_policy
 from turnstream_server.launch.stack import Stack
 from turnstream_server.models.spec import SmallModelSpec

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from turnstream.errors import CorruptRecordError
 from turnstream.records.events import encode_event
-from turnstream.store.run.leases import LapsedTrajectory
+from turnstream.store.run.groups import LapsedTrajectory
 from turnstream.types import DeadlineFired, TrajectoryKey
 from turnstream_server.ledger.leadership.leader_fields import (
     ClockFacts,

@@ -22,7 +22,7 @@ from turnstream.records.compact import (
     names_group,
     trajectory_crc,
 )
-from turnstream.records.framing import ENDS, write_frame
+from turnstream.records.encoding import ENDS, write_frame
 from turnstream.types import TrajectoryKey
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

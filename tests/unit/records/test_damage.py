@@ -16,10 +16,10 @@ from testkit import manifest, sealed, shape, stored_turn
 from testkit.folds import snapshot_of
 from turnstream.batching.fold.members import FoldState
 from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
-from turnstream.records import compact, framing
+from turnstream.records import compact, encoding
+from turnstream.records.encoding import write_frame
 from turnstream.records.evals import decode_evaluation, encode_evaluation
 from turnstream.records.events import decode_event, encode_event
-from turnstream.records.framing import write_frame
 from turnstream.records.manifests import decode_manifest, encode_manifest
 from turnstream.records.snapshots import decode_snapshot, encode_snapshot
 from turnstream.records.turns import decode_turn, encode_turn
@@ -38,19 +38,19 @@ BATCH = compact.encode_batch(compact.compact_batch(manifest("g0"), manifest_hash
 ENDS = compact.encode_ends({TrajectoryKey("g", 0): "filtered:x"})
 KINDS = {
     "turn": Kind(
-        framing.TURN,
+        encoding.TURN,
         decode_turn,
         encode_turn(stored_turn("abc", "DeF", logprobs=-0.5, weights=0.5, version=1)),
     ),
     "event": Kind(
-        framing.EVENT, decode_event, encode_event(sealed(turns=[shape(2, 3), shape(1, 1)]))
+        encoding.EVENT, decode_event, encode_event(sealed(turns=[shape(2, 3), shape(1, 1)]))
     ),
-    "manifest": Kind(framing.MANIFEST, decode_manifest, encode_manifest(manifest("g0", "g1"))),
-    "compact": Kind(framing.COMPACT, compact.decode_batch, BATCH),
-    "compact ends": Kind(framing.ENDS, compact.decode_ends, ENDS),
-    "snapshot": Kind(framing.SNAPSHOT, decode_snapshot, encode_snapshot(snapshot_of(FoldState()))),
+    "manifest": Kind(encoding.MANIFEST, decode_manifest, encode_manifest(manifest("g0", "g1"))),
+    "compact": Kind(encoding.COMPACT, compact.decode_batch, BATCH),
+    "compact ends": Kind(encoding.ENDS, compact.decode_ends, ENDS),
+    "snapshot": Kind(encoding.SNAPSHOT, decode_snapshot, encode_snapshot(snapshot_of(FoldState()))),
     "evaluation": Kind(
-        framing.EVALUATION,
+        encoding.EVALUATION,
         lambda record: decode_evaluation(EvalResult, record),
         encode_evaluation(EvalResult(version=1)),
     ),

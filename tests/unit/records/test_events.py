@@ -13,9 +13,9 @@ from testkit import sealed, shape
 from testkit.strategies import events
 from testkit.strategies.values import figures, names, optional_versions, rewards_of_trajectories
 from turnstream.errors import CorruptRecordError, UnknownFormatError
+from turnstream.records.encoding import EVALUATION, EVENT, read_header, write_frame
 from turnstream.records.evals import decode_evaluation, encode_evaluation
 from turnstream.records.events import decode_event, encode_event
-from turnstream.records.framing import EVALUATION, EVENT, read_header, write_frame
 from turnstream.types import (
     EvalGroup,
     EvalResult,

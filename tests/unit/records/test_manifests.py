@@ -12,7 +12,7 @@ from testkit import manifest
 from testkit.strategies import manifests
 from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import CorruptRecordError
-from turnstream.records.framing import MANIFEST, read_header, write_frame
+from turnstream.records.encoding import MANIFEST, read_header, write_frame
 from turnstream.records.manifests import decode_manifest, encode_manifest, manifest_hash
 
 

@@ -14,7 +14,7 @@ from testkit import config, sealed
 from testkit.folds import abandoned, awaiting, key, opened, snapshot_of
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.errors import RecordError
-from turnstream.records.framing import SNAPSHOT, read_header, write_frame
+from turnstream.records.encoding import SNAPSHOT, read_header, write_frame
 from turnstream.records.snapshots import PlannerSnapshot, decode_snapshot, encode_snapshot
 from turnstream.types import Purpose
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from testkit import assert_same, ids, stored_turn
 from testkit.strategies import stored_turns
 from turnstream.errors import CorruptRecordError, InvalidTurnError
-from turnstream.records.framing import TURN, read_frame, write_frame
+from turnstream.records.encoding import TURN, read_frame, write_frame
 from turnstream.records.turns import decode_turn, encode_turn
 from turnstream.types import ExtraPiece, StoredTurn, VersionRun
 from turnstream.wire.v1 import records_pb2 as wire

@@ -20,7 +20,7 @@ from turnstream.batching.rows.operations import (
 )
 from turnstream.batching.rows.plain_rows import INERT_LENGTH
 from turnstream.records.batches import EncodedMiniBatch, encode_mini_batch
-from turnstream.records.values import reading
+from turnstream.records.encoding import reading
 from turnstream.types import Denominators, MiniBatch, MiniBatchInfo, Rows
 from turnstream_server.batcher.assembly.shares import Cut, num_bytes_of
 from turnstream_server.operations.keys import RequestId

@@ -27,9 +27,8 @@ from turnstream_server.batcher.serving.running_calls import (
     headers_of,
     store_time_s,
 )
-from turnstream_server.keys.checks import KeyChecks, secret_of
 from turnstream_server.keys.limits import Held, Meters, Places
-from turnstream_server.keys.records import LOCAL_KEY, ApiKey, Role
+from turnstream_server.keys.records import LOCAL_KEY, ApiKey, KeyChecks, Role, secret_of
 from turnstream_server.ledger.sessions.observers import MOST_EXPIRY_S
 from turnstream_server.operations.keys import MODEL_ID
 from turnstream_server.operations.log import MAX_SHARED

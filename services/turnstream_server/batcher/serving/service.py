@@ -39,7 +39,7 @@ from turnstream_server.batcher.serving.run_metrics import observed_replica
 from turnstream_server.batcher.serving.running_calls import ReasonCache, RunningCalls
 from turnstream_server.batcher.serving.servicer import SERVICE, BatchesServicer, handlers
 from turnstream_server.interpreter import tune_process
-from turnstream_server.keys.checks import KeyChecks
+from turnstream_server.keys.records import KeyChecks
 from turnstream_server.ledger.core.frontier import Frontier
 from turnstream_server.loops import background, first_result
 from turnstream_server.options import split_address, write_address

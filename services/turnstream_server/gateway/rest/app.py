@@ -1,4 +1,4 @@
-"""The application below `/v1`, with its OpenAPI document at `/v1/openapi.json`."""
+"""The application below `/v1`, with its OpenAPI document, `/v1/ping` and `/v1/batchers`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from typing import Any, Final
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from turnstream.errors import TurnstreamError
+from turnstream.http.problems import WIRE_VERSION
+from turnstream.store.client.replies import translating
+from turnstream.store.run.batchers import list_batchers
 from turnstream.types.names import quoted
 from turnstream_server.gateway.bodies import disconnected
 from turnstream_server.gateway.rest.bodies import JSON
-from turnstream_server.gateway.rest.caller import EntryApp, refuse_unknown_query
+from turnstream_server.gateway.rest.caller import EntryApp, Known, Train, refuse_unknown_query
 from turnstream_server.gateway.rest.generators import route
 from turnstream_server.gateway.rest.ingest import rewards, routes
 from turnstream_server.gateway.rest.ingest.routes import add_ingest_state
@@ -28,7 +32,7 @@ from turnstream_server.gateway.rest.problems import (
     problem_of,
     response,
 )
-from turnstream_server.gateway.rest.runs import events, reads, runs, service, tasks, versions
+from turnstream_server.gateway.rest.runs import events, reads, runs, tasks, versions
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.telemetry.instruments import count_error
 
@@ -36,8 +40,10 @@ logger = logging.getLogger(__name__)
 
 PREFIX: Final = "/v1"
 
+router = APIRouter(tags=["service"])
+
 ROUTERS: Final[tuple[APIRouter, ...]] = (
-    service.router,
+    router,
     runs.router,
     routes.router,
     tasks.router,
@@ -85,6 +91,36 @@ def make_rest_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(ClientDisconnect, disconnected)
     app.add_exception_handler(Exception, _failed)
     return app
+
+
+class Pong(BaseModel):
+    """The gateway, its store and the key of the request are in order."""
+
+    wire_version: int = Field(description="Highest version of `Turnstream-Wire`.", examples=[1])
+
+
+class Batchers(BaseModel):
+    """Batchers that are registered in the store."""
+
+    batchers: list[str] = Field(
+        description='gRPC addresses, the last registered first: "host:port", or '
+        '"grpcs://host:port" with TLS.',
+        examples=[["10.0.0.7:7600"]],
+    )
+
+
+@router.get("/ping", response_model=Pong, summary="Check the connection")
+async def get_ping(caller: Known) -> Pong:
+    """Check the key, and that the store answers. A key of any role may ask."""
+    with translating():
+        await caller.client.ping()
+    return Pong(wire_version=WIRE_VERSION)
+
+
+@router.get("/batchers", response_model=Batchers, summary="List batchers")
+async def get_batchers(caller: Train) -> Response:
+    """Return the addresses of all batchers; empty while none is registered."""
+    return await caller.answer(Batchers, lambda client: Batchers(batchers=list_batchers(client)))
 
 
 class _Document:

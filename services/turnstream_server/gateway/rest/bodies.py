@@ -20,8 +20,13 @@ from pydantic_core import PydanticCustomError, from_json
 
 from turnstream.errors import InvalidTurnError, RecordError
 from turnstream.types.names import quoted
-from turnstream_server.gateway.bodies import body_of, read_large_body, too_large_text
-from turnstream_server.gateway.parsers import MAX_JSON_BYTES, Parsers
+from turnstream_server.gateway.bodies import (
+    MAX_JSON_BYTES,
+    Parsers,
+    body_of,
+    read_large_body,
+    too_large_text,
+)
 
 JSON: Final = "application/json"
 ARROW: Final = "application/vnd.apache.arrow.stream"

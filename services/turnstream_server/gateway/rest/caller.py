@@ -37,8 +37,7 @@ from turnstream.types.names import RunId
 from turnstream_server.gateway.rest.bodies import JSON
 from turnstream_server.gateway.rest.problems import Problem, problem_type, response
 from turnstream_server.gateway.state import Gateway
-from turnstream_server.keys.checks import key_of
-from turnstream_server.keys.records import ApiKey, Role
+from turnstream_server.keys.records import ApiKey, Role, key_of
 
 SLASH: Final = "\udc2f"
 """Half a surrogate pair, which no name can have."""

@@ -15,8 +15,7 @@ from turnstream_server.gateway.polls import DroppedResultError, UnknownRequestEr
 from turnstream_server.gateway.state import session_of
 from turnstream_server.gateway.tinker.encodings import Encoded, as_json
 from turnstream_server.gateway.tinker.json_parts import Part, read_fields
-from turnstream_server.gateway.tinker.sample_outputs import encode_sample
-from turnstream_server.gateway.tinker.training_outputs import encode_output
+from turnstream_server.gateway.tinker.outputs import encode_output, encode_sample
 from turnstream_server.gateway.tinker_caller import Authenticated, TinkerCaller
 from turnstream_server.operations.keys import RequestId, parse_request_id
 from turnstream_server.operations.results import (

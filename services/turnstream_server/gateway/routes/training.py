@@ -11,8 +11,7 @@ from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response
 
 from turnstream.errors import RunNotFoundError
-from turnstream_server.gateway.bodies import Body, LargeBody
-from turnstream_server.gateway.parsers import IN_LOOP_BYTES
+from turnstream_server.gateway.bodies import IN_LOOP_BYTES, Body, LargeBody
 from turnstream_server.gateway.state import DENSE_BYTES_PER_S, session_of
 from turnstream_server.gateway.submitting import (
     Prepared,

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, Stri
 
 from turnstream.errors import BatchingError
 from turnstream_server.gateway.tinker.json_parts import Part, Settings, read_header, read_part
-from turnstream_server.gateway.tinker.run_calls import make_run_call
+from turnstream_server.gateway.tinker.loss_inputs import make_run_call
 from turnstream_server.operations.age import check_recipients
 from turnstream_server.operations.checkpoints import CheckpointPath, checkpoint_name
 from turnstream_server.operations.contents import (

@@ -19,9 +19,9 @@ import redis
 
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
-from turnstream.store.client.run_ids import find_run, is_id
+from turnstream.store.client.run_ids import find_run
 from turnstream.store.client.scripts import Script, run_command, run_commands
-from turnstream.types.names import RunId
+from turnstream.types.names import RunId, is_run_id
 from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.scan import hash_fields
 from turnstream_server.ledger.release.release import SHORTEST_TOMBSTONE_S, TOMBSTONE_LEASES
@@ -64,7 +64,7 @@ def delete_run(client: redis.Redis, run: str) -> DeletedRun:
         StoreUnavailableError: the store cannot be reached; repeat the call.
     """
     current = find_run(client, run)
-    unfinished = [] if is_id(run) else _unfinished(client, current)
+    unfinished = [] if is_run_id(run) else _unfinished(client, current)
     runs = unfinished or [current]
     num_trajectories = sum(_delete(client, each) for each in runs)
     return DeletedRun(runs=tuple(runs), num_trajectories=num_trajectories)

@@ -12,9 +12,13 @@ from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import Script, run_command_async, run_commands_async
-from turnstream.store.run.budget import lease_of_seal
 from turnstream.store.run.configs import read_config_async
-from turnstream.store.run.leases import MAX_LAPSED, LapsedTrajectory, list_lapsed_async
+from turnstream.store.run.groups import (
+    MAX_LAPSED,
+    LapsedTrajectory,
+    lease_of_seal,
+    list_lapsed_async,
+)
 from turnstream.types import DeadlineFired, TrajectoryAbandoned
 from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.leadership.writes import (

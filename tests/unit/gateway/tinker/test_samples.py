@@ -13,8 +13,8 @@ import pytest
 from turnstream.errors import RecordError
 from turnstream.wire import tinker_pb2 as wire
 from turnstream_server.gateway.tinker.encodings import JSON, PROTOBUF
+from turnstream_server.gateway.tinker.outputs import encode_sample
 from turnstream_server.gateway.tinker.sample_calls import Sampling, read_sample_call
-from turnstream_server.gateway.tinker.sample_outputs import encode_sample
 from turnstream_server.models.sampling_params import (
     SampledSequence,
     SampleResult,

@@ -13,7 +13,7 @@ import pytest
 from turnstream.errors import BatchingError
 from turnstream.wire import tinker_pb2 as wire
 from turnstream_server.gateway.tinker.encodings import JSON, PROTOBUF
-from turnstream_server.gateway.tinker.training_outputs import encode_output
+from turnstream_server.gateway.tinker.outputs import encode_output
 from turnstream_server.operations.results import TrainingOutput
 
 RECORDED = Path(__file__).parent / "recorded"

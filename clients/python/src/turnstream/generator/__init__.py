@@ -6,7 +6,7 @@ from turnstream.generator.api.trajectory_writers import AsyncTrajectoryWriter, T
 from turnstream.generator.api.work import AsyncTask, Task
 from turnstream.generator.outbox.receipts import AsyncReceipt, PublisherStatistics, Receipt
 from turnstream.store.run.credits import Credit, CreditReason, credit
-from turnstream.store.run.leases import LapsedTrajectory
+from turnstream.store.run.groups import LapsedTrajectory
 from turnstream.store.run.rewards import RewardOutcome, post_reward
 from turnstream.store.run.tasks import Prompt, Refill, add_prompts
 

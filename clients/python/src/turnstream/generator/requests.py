@@ -13,13 +13,17 @@ from typing import Final, NamedTuple
 from turnstream.records.events import encode_event
 from turnstream.store.client import keys
 from turnstream.store.client.scripts import Argument, Command, Script
-from turnstream.store.run.budget import RESERVE, reserve_command, settled_lease
 from turnstream.store.run.configs import read_config_command
-from turnstream.store.run.groups import OPEN_GROUP, group_size, read_group_command
-from turnstream.store.run.leases import (
+from turnstream.store.run.groups import (
+    OPEN_GROUP,
+    RESERVE,
     adopt_command,
+    group_size,
     heartbeat_command,
     list_lapsed_command,
+    read_group_command,
+    reserve_command,
+    settled_lease,
 )
 from turnstream.store.run.rewards import POST_REWARD, post_reward_command
 from turnstream.store.run.runs import close_command

@@ -34,8 +34,7 @@ from turnstream.records.arrow import (
     to_arrow,
 )
 from turnstream.records.checks import OPERATION_COLUMNS, ROW_COLUMNS, contradiction
-from turnstream.records.framing import check_format
-from turnstream.records.values import field_names, read_value, reading, to_plain
+from turnstream.records.encoding import check_format, field_names, read_value, reading, to_plain
 from turnstream.types import (
     ExtraColumn,
     MiniBatch,

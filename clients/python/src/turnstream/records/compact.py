@@ -25,14 +25,14 @@ import numpy as np
 
 from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import CorruptRecordError, UnknownFormatError
-from turnstream.records.framing import (
+from turnstream.records.encoding import (
     COMPACT,
     COMPACT_VERSION,
     ENDS,
     read_frame,
+    reading,
     write_frame,
 )
-from turnstream.records.values import reading
 from turnstream.types import TrajectoryKey
 
 _KEY_COLUMNS: Final = {"groups", "members"}

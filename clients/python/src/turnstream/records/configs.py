@@ -10,8 +10,7 @@ from typing import Any, Final, cast
 
 from turnstream.batching.config import BatchingConfig, GroupFilter
 from turnstream.errors import InvalidConfigError, UnknownFormatError
-from turnstream.records.framing import check_format
-from turnstream.records.values import reading
+from turnstream.records.encoding import check_format, reading
 from turnstream.types import DeclaredColumn
 
 RUN_FORMAT: Final = 3

@@ -5,8 +5,14 @@ from __future__ import annotations
 import json
 from typing import TypeVar
 
-from turnstream.records.framing import EVALUATION, read_header, write_frame
-from turnstream.records.values import read_value, reading, to_plain
+from turnstream.records.encoding import (
+    EVALUATION,
+    read_header,
+    read_value,
+    reading,
+    to_plain,
+    write_frame,
+)
 from turnstream.types import EvalGroup, EvalResult
 
 _Evaluation = TypeVar("_Evaluation", EvalGroup, EvalResult)

@@ -11,8 +11,16 @@ from operator import attrgetter
 from typing import Any, Final, TypeVar, cast, get_args
 
 from turnstream.errors import CorruptRecordError, UnknownFormatError
-from turnstream.records.framing import EVENT, MAJOR_VERSION, read_header, write_frame
-from turnstream.records.values import parse_message, read_value, reading, to_message
+from turnstream.records.encoding import (
+    EVENT,
+    MAJOR_VERSION,
+    parse_message,
+    read_header,
+    read_value,
+    reading,
+    to_message,
+    write_frame,
+)
 from turnstream.types import (
     NO_PARENT,
     DeadlineFired,

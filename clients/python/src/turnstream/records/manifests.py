@@ -6,8 +6,15 @@ import hashlib
 
 from turnstream.batching.merge.plan import Manifest, TrajectoryPlan
 from turnstream.errors import CorruptRecordError
-from turnstream.records.framing import MANIFEST, read_header, write_frame
-from turnstream.records.values import parse_message, read_value, reading, to_message
+from turnstream.records.encoding import (
+    MANIFEST,
+    parse_message,
+    read_header,
+    read_value,
+    reading,
+    to_message,
+    write_frame,
+)
 from turnstream.wire.v1 import records_pb2 as wire
 
 

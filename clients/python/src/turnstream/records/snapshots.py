@@ -12,8 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from turnstream.batching.fold.members import FoldState
-from turnstream.records.framing import SNAPSHOT, check_format, read_header, write_frame
-from turnstream.records.values import read_value, reading, to_plain
+from turnstream.records.encoding import (
+    SNAPSHOT,
+    check_format,
+    read_header,
+    read_value,
+    reading,
+    to_plain,
+    write_frame,
+)
 
 FORMAT: Final = 3
 """Format of the JSON; grows whenever an older release would misread it."""

@@ -17,15 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.errors import CorruptRecordError, InvalidTurnError
-from turnstream.records.framing import (
+from turnstream.records.encoding import (
     MAJOR_VERSION,
     TURN,
     WEIGHTED_VERSION,
     Frame,
+    parse_message,
     read_frame,
     write_frame,
 )
-from turnstream.records.values import parse_message
 from turnstream.types import NO_PARENT, ExtraPiece, StoredTurn, VersionRun
 from turnstream.types.extras import EXTRA_DTYPES
 from turnstream.wire.v1 import records_pb2 as wire

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from turnstream.errors import InvalidTurnError
 from turnstream.types import Status, VersionRun
-from turnstream.types.names import quoted
-from turnstream.types.scalars import finite_number
+from turnstream.types.names import finite_number, quoted
 
 Column = tuple[str, list[Any]]
 """A field of a response, by its path, and its values."""

@@ -1,4 +1,4 @@
-"""The events of a run: they and their order determine its plan."""
+"""The events of a run: they and their order determine its plan. `turns.py` has those of writers."""
 
 from __future__ import annotations
 
@@ -6,29 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from turnstream.types.turns import Purpose, SealedTrajectory, TrajectoryKey
+from turnstream.types.turns import GroupOpened, SealedTrajectory, TrajectoryKey
 
 Leftover = Literal["short", "carry", "drop"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupOpened:
-    """A group was opened.
-
-    Attributes:
-        num_samples: trajectories that are sampled.
-        num_needed: number of sealed and valid trajectories that complete the group; 0 means all.
-        purpose: a group of an evaluation is never trained.
-    """
-
-    group_id: str
-    prompt_uid: str
-    num_samples: int
-    num_needed: int = 0
-    purpose: Purpose = Purpose.TRAIN
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_needed", self.num_needed or self.num_samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ items           every item of its prompt, such as the         every item of its 
 ==============  ============================================  =====================================
 
 The values of a turn cover its whole prompt. Values that an earlier turn of the trajectory has are
-found and sent once. See `turnstream.batching.merge.storing`.
+found and sent once. See `turnstream.batching.merge.merging`.
 """
 
 from __future__ import annotations

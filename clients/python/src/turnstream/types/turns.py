@@ -1,4 +1,4 @@
-"""The data of generators: turns, trajectories, groups.
+"""The data of generators: turns, trajectories, groups, and the events of an opening and a seal.
 
 Shape suffixes in docstrings: P prompt tokens, N new prompt tokens, R response tokens.
 """
@@ -19,7 +19,7 @@ from turnstream.types.names import encode_name
 
 Anchor = str | bytes | int
 """Name of the state at the beginning of a turn: a text or bytes, stored as 64 bits of a hash, or
-such a hash, from 0 to 2^64 - 1 (`turnstream.batching.merge.storing`)."""
+such a hash, from 0 to 2^64 - 1 (`turnstream.batching.merge.merging`)."""
 
 NO_PARENT = -1
 """`parent_turn` of a turn whose prompt shares no token with an earlier turn."""
@@ -189,6 +189,26 @@ class TurnShape(NamedTuple):
     def num_tokens(self) -> int:
         """Length of this turn's full prompt + response."""
         return self.shared_tokens + self.num_new_prompt_tokens + self.num_response_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOpened:
+    """A group was opened.
+
+    Attributes:
+        num_samples: trajectories that are sampled.
+        num_needed: number of sealed and valid trajectories that complete the group; 0 means all.
+        purpose: a group of an evaluation is never trained.
+    """
+
+    group_id: str
+    prompt_uid: str
+    num_samples: int
+    num_needed: int = 0
+    purpose: Purpose = Purpose.TRAIN
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_needed", self.num_needed or self.num_samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from turnstream.errors import (
 )
 from turnstream.records.statuses import status_to_error
 from turnstream.store.client.backoff import pause_after
-from turnstream.store.client.own_process import OwnProcess
+from turnstream.store.client.connection import OwnProcess
 from turnstream.store.run.batchers import Target
 from turnstream.store.waits.awaited import batcher_away, not_acknowledged
 from turnstream.store.waits.wait_warnings import WaitWarnings

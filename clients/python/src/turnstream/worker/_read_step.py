@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from turnstream.errors import CorruptRecordError
-from turnstream.records.values import parse_message
+from turnstream.records.encoding import parse_message
 from turnstream.wire.v1.batches_pb2 import GetChunk, MiniBatchHeader
 from turnstream.wire.v1.operations_pb2 import OperationChunk, OperationShareHeader
 

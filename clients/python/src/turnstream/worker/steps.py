@@ -23,7 +23,7 @@ from turnstream.batching.config import BatchingConfig
 from turnstream.errors import InvalidConfigError, RejectedError
 from turnstream.optional import from_extra
 from turnstream.types import MiniBatch, MiniBatchInfo, MiniBatchTotals
-from turnstream.types.scalars import whole_number
+from turnstream.types.names import whole_number
 
 if TYPE_CHECKING:
     import torch

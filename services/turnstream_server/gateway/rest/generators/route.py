@@ -7,19 +7,30 @@ its reply, and the others are carried out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import redis
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
-from turnstream.generator.requests import AwaitWake, ReadTurns, ScriptRequest
+from turnstream.generator.outbox.writes import StoreProcess
+from turnstream.generator.requests import (
+    SCRIPTS,
+    SINGLE_SCRIPTS,
+    AwaitWake,
+    ReadTurns,
+    ScriptRequest,
+)
 from turnstream.generator.transport.messages import MEDIA_TYPE, value_of
-from turnstream.generator.transport.transport import parse_transaction
+from turnstream.generator.transport.transport import first_words, parse_process, parse_transaction
 from turnstream.store.client import keys
-from turnstream.store.client.connection import MAX_BLOCK_S, connect
+from turnstream.store.client.connection import MAX_BLOCK_S, AsyncLink, connect
 from turnstream.store.client.deadlines import SILENT_S, SOCKET_TIMEOUT_S, is_silence
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run_async
@@ -27,11 +38,101 @@ from turnstream.store.client.scripts import Argument, pack
 from turnstream.wire.v1 import calls_pb2 as wire
 from turnstream_server.gateway.bodies import LargeBody
 from turnstream_server.gateway.rest.caller import Caller, Known
-from turnstream_server.gateway.rest.generators.links import StoreLink, StoreLinks
 from turnstream_server.gateway.rest.generators.plan import PlannedCalls, read_calls
 from turnstream_server.gateway.rest.problems import Problem, problem_type, response
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.keys.limits import Held, release_place
+
+_WAIT_S: Final = 5.0
+"""Longest wait for a free connection. The caller may have timed out by then."""
+
+_FIRST_WORDS: Final = first_words((*SCRIPTS, *SINGLE_SCRIPTS))
+
+
+class StoreLink(NamedTuple):
+    """A connection that never connects again on its own, and the process that it reaches."""
+
+    link: AsyncLink
+    process: StoreProcess
+
+
+class StoreLinks:
+    """Connections to the store, each borrowed by one request; at most `max_links`."""
+
+    def __init__(self, url: str, *, max_links: int) -> None:
+        self._url = url
+        self._max_links = max_links
+        self._free = asyncio.Semaphore(max_links)
+        self._idle: list[StoreLink] = []
+        self._is_closed = False
+        self._unnamed = _new_name()
+
+    @contextlib.asynccontextmanager
+    async def borrow(self) -> AsyncIterator[StoreLink]:
+        """Lend a connection to the block. An error inside ends it, and all that are idle.
+
+        RedisError or OSError if the store cannot be reached, or all are in use for long.
+        """
+        await self._acquire()
+        try:
+            link = self._idle.pop() if self._idle else await self._opened()
+            try:
+                yield link
+            except BaseException:
+                await link.link.close()
+                await self._drop_idle()
+                raise
+            if self._is_closed:
+                await link.link.close()
+            else:
+                self._idle.append(link)
+        finally:
+            self._free.release()
+
+    async def close(self) -> None:
+        """End all idle connections, and those in use after their block."""
+        self._is_closed = True
+        await self._drop_idle()
+
+    async def _acquire(self) -> None:
+        try:
+            async with asyncio.timeout(_WAIT_S):
+                await self._free.acquire()
+        except TimeoutError as error:
+            message = (
+                f"all {self._max_links} connections of the gateway were in use for {_WAIT_S:g} s"
+            )
+            raise RedisConnectionError(message) from error
+
+    async def _opened(self) -> StoreLink:
+        link = AsyncLink(self._url)
+        try:
+            replies = await link.exchange(pack(_FIRST_WORDS), len(_FIRST_WORDS))
+            _check_loaded(replies[:-2])
+        except BaseException:
+            await link.close()
+            raise
+        process = parse_process(*replies[-2:])
+        # A store that does not say its name has one until the next loss.
+        return StoreLink(link, process if process.name else process._replace(name=self._unnamed))
+
+    async def _drop_idle(self) -> None:
+        """End all idle connections: they may lead to a process that is gone."""
+        idle, self._idle = self._idle, []
+        self._unnamed = _new_name()
+        for each in idle:
+            await each.link.close()
+
+
+def _check_loaded(replies: Sequence[Any]) -> None:
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise RedisConnectionError(f"the store takes no scripts: {reply}")
+
+
+def _new_name() -> str:
+    return f"unknown-{secrets.token_hex(8)}"
+
 
 router = APIRouter()
 

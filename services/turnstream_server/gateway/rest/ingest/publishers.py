@@ -21,10 +21,10 @@ import redis.asyncio
 from turnstream.errors import RejectedError, TurnstreamError
 from turnstream.generator import AsyncPublisher
 from turnstream.store.client.cancellation import cancel_all
-from turnstream.store.client.run_ids import find_run_async, is_id
+from turnstream.store.client.run_ids import find_run_async
 from turnstream.store.run.configs import read_config_async
 from turnstream.types import DeclaredColumn, GroupOpened, TrajectoryKey
-from turnstream.types.names import RunId
+from turnstream.types.names import RunId, is_run_id
 from turnstream_server.gateway.rest.ingest import writes
 from turnstream_server.gateway.rest.ingest.writes import IngestWriter
 from turnstream_server.loops import repeat
@@ -268,7 +268,7 @@ class Publishers:
 
     async def _id_of(self, run: str) -> RunId:
         """Return the id of the run that has this name, or had it a second ago."""
-        if is_id(run):
+        if is_run_id(run):
             return RunId(run)
         found_s, run_id = self._run_ids.get(run, (-_FRESH_S, None))
         if run_id is None or _now_s() - found_s >= _FRESH_S:

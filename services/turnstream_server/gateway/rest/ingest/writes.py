@@ -38,7 +38,7 @@ from turnstream.types import (
     Turn,
     VersionRun,
 )
-from turnstream.types.scalars import flag, named_numbers
+from turnstream.types.names import flag, named_numbers
 from turnstream_server.gateway.rest.bodies import MAX_MEMBERS_OF_GROUPS
 
 Fields = Mapping[str, Any]

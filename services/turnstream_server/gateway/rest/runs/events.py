@@ -21,21 +21,19 @@ from turnstream.errors import (
     StoreUnavailableError,
     UnavailableError,
 )
+from turnstream.records.encoding import to_plain
 from turnstream.records.events import EVENT_NAMES, decode_event, event_name
-from turnstream.records.values import to_plain
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import find_run_async, no_such_run
 from turnstream.types.names import quoted
-from turnstream_server.gateway.bodies import body_of
-from turnstream_server.gateway.parsers import IN_LOOP_BYTES
+from turnstream_server.gateway.bodies import IN_LOOP_BYTES, body_of
 from turnstream_server.gateway.rest.caller import Read, RunName, path_run
 from turnstream_server.gateway.rest.problems import problem_of
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.gateway.stream_waits import EntryId
-from turnstream_server.keys.checks import secret_of
 from turnstream_server.keys.limits import Held
-from turnstream_server.keys.records import ApiKey
+from turnstream_server.keys.records import ApiKey, secret_of
 from turnstream_server.ledger.core.scan import EventEntry, entry_ms, read_events_async
 from turnstream_server.ledger.leadership.leader_fields import last_event_id
 

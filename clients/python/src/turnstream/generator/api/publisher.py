@@ -18,11 +18,11 @@ from turnstream.generator.outbox.receipts import AsyncReceipt, Receipt
 from turnstream.generator.transport.sender import Sender
 from turnstream.generator.transport.thread_sender import ThreadSender
 from turnstream.generator.transport.transport import Transport
-from turnstream.store.run.leases import LapsedTrajectory
+from turnstream.store.run.groups import LapsedTrajectory
 from turnstream.store.run.rewards import RewardOutcome
 from turnstream.store.run.tasks import Refill
 from turnstream.types import Group, TrajectoryKey
-from turnstream.types.scalars import timeout
+from turnstream.types.names import timeout
 
 
 class Publisher(PublisherCore[Receipt, GroupWriter, TrajectoryWriter]):

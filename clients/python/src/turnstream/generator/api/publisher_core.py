@@ -34,14 +34,12 @@ from turnstream.generator.transport.sender import Sender
 from turnstream.generator.transport.transport import BoundedCalls, Transport, transport_to
 from turnstream.store.client.addresses import address_of, checked_url
 from turnstream.store.client.cancellation import to_the_end
-from turnstream.store.run.groups import parse_unfinished
-from turnstream.store.run.leases import LapsedTrajectory, parse_lapsed
+from turnstream.store.run.groups import LapsedTrajectory, parse_lapsed, parse_unfinished
 from turnstream.store.run.rewards import RewardOutcome, encode_reward
 from turnstream.store.run.tasks import OfferedTask, Refill, TakenTask
 from turnstream.store.waits.bounded_call import StoreWait
 from turnstream.types import Group, GroupOpened, Purpose, TrajectoryKey
-from turnstream.types.names import checked_setting, quoted
-from turnstream.types.scalars import flag, seconds, timeout, whole_number
+from turnstream.types.names import checked_setting, flag, quoted, seconds, timeout, whole_number
 
 MAX_INFLIGHT_BYTES: Final = 64 * 1024 * 1024
 TIMEOUT_S: Final = 300.0

@@ -35,8 +35,7 @@ from turnstream.generator.transport.transport import BoundedCalls
 from turnstream.records.turns import decode_turn
 from turnstream.store.client import keys
 from turnstream.store.client.replies import parse_refusal
-from turnstream.store.run.budget import facts_of_seal
-from turnstream.store.run.groups import Unfinished, most_attempts
+from turnstream.store.run.groups import Unfinished, facts_of_seal, most_attempts
 from turnstream.store.run.tasks import (
     NoTask,
     OfferedTask,

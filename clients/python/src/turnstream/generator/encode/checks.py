@@ -14,15 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstream.batching.config.declarations import field_of, require_declared
-from turnstream.batching.merge.storing import anchor_hash
+from turnstream.batching.merge.merging import anchor_hash
 from turnstream.errors import InvalidTurnError
 from turnstream.types import Anchor, DeclaredColumn, StoredTurn, Turn, VersionRun
-from turnstream.types.names import quoted
-from turnstream.types.scalars import (
+from turnstream.types.names import (
     finite_number,
     flag,
     named_values,
     out_of_its_graph,
+    quoted,
     whole_number,
 )
 

@@ -7,9 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from turnstream.batching.merge.merging import plan_sequences
+from turnstream.batching.merge.merging import (
+    ExtraIndex,
+    LinkedTurn,
+    anchor_hash,
+    plan_sequences,
+    stored_turn,
+)
 from turnstream.batching.merge.prefix import PrefixIndex, PrefixMatch
-from turnstream.batching.merge.storing import ExtraIndex, LinkedTurn, anchor_hash, stored_turn
 from turnstream.errors import InvalidTurnError
 from turnstream.generator.encode import checks, group_checks
 from turnstream.records.events import MAX_EVENT_BYTES, MAX_TURNS, encode_event
@@ -26,7 +31,7 @@ from turnstream.types import (
     TurnShape,
     VersionRun,
 )
-from turnstream.types.scalars import flag, named_numbers
+from turnstream.types.names import flag, named_numbers
 
 SealMaker = Callable[[int], bytes]
 """Returns the record of the seal for a lease epoch, which is known once the trajectory is open."""

@@ -16,8 +16,14 @@ from turnstream.errors import InvalidTurnError
 from turnstream.store.client.keys import encode_name
 from turnstream.store.run.groups import ATTEMPT_LIMIT, most_samples
 from turnstream.types import Group, GroupOpened, Purpose, Status, Trajectory, TrajectoryKey
-from turnstream.types.names import checked_text, quoted
-from turnstream.types.scalars import finite_number, named_numbers, named_values, whole_number
+from turnstream.types.names import (
+    checked_text,
+    finite_number,
+    named_numbers,
+    named_values,
+    quoted,
+    whole_number,
+)
 
 _MAX_LABELS: Final = 64
 """Tags, and metrics, of one trajectory: the planner keeps those of every trajectory that waits."""

@@ -12,8 +12,7 @@ from turnstream.errors import RunNotFoundError, TurnstreamError
 from turnstream.generator.outbox.writes import Call, TargetRun, TrajectoryQueue
 from turnstream.generator.requests import Lease, RenewLeases, Reservation, Reserve
 from turnstream.store.client.replies import Refusal, parse_refusal
-from turnstream.store.run.budget import with_block
-from turnstream.store.run.leases import MAX_HEARTBEATS
+from turnstream.store.run.groups import MAX_HEARTBEATS, with_block
 
 BEATS_PER_LEASE = 3
 """Two of them may be lost before a lease ends."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from turnstream.errors import NotReadyError, TurnstreamError, WaitReason
 from turnstream.types import TrajectoryKey, TurnShape
-from turnstream.types.scalars import timeout
+from turnstream.types.names import timeout
 
 _MAX_NOTES: Final = 5  # notes on the first error about the others
 

@@ -14,10 +14,11 @@ from turnstream.generator.encode.encoder import SealMaker, TurnRecord
 from turnstream.generator.outbox.receipts import PendingWrite
 from turnstream.generator.requests import AppendTurns, PostedSeal, ScriptRequest
 from turnstream.store.client.replies import Refusal, error_text, parse_refusal
-from turnstream.store.client.run_ids import is_id, no_such_run
+from turnstream.store.client.run_ids import no_such_run
 from turnstream.store.client.scripts import Command
-from turnstream.store.run.budget import FIRST_BYTES
+from turnstream.store.run.groups import FIRST_BYTES
 from turnstream.types import GroupOpened, TrajectoryKey
+from turnstream.types.names import is_run_id
 
 MAX_ROUND_BYTES: Final = 1 << 20
 """Enough to hide the round trip, and small in the server's buffers."""
@@ -113,7 +114,7 @@ class TargetRun:
 
     def __init__(self, run: str) -> None:
         self.run = run
-        self.is_found = is_id(run)
+        self.is_found = is_run_id(run)
 
     def found(self, run: str) -> None:
         """Keep to this run from now on. Only the first call has an effect."""

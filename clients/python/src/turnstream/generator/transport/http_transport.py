@@ -31,8 +31,8 @@ from turnstream.store.client.connection import NUM_RETRIES
 from turnstream.store.client.deadlines import CONNECT_TIMEOUT_S, SOCKET_TIMEOUT_S
 from turnstream.store.client.keys import decode_name
 from turnstream.store.client.replies import RefusedRequestError, translate
-from turnstream.store.client.run_ids import is_id, no_such_run
-from turnstream.types.names import RunId
+from turnstream.store.client.run_ids import no_such_run
+from turnstream.types.names import RunId, is_run_id
 from turnstream.wire.v1 import calls_pb2 as wire
 
 _PATH: Final = "/v1/calls"
@@ -83,7 +83,7 @@ class HttpTransport(Transport):
         """Return the message of requests for one run; "" only asks which store answers."""
         return wire.Calls(
             run=run,
-            is_run_id=bool(run) and is_id(run),
+            is_run_id=bool(run) and is_run_id(run),
             writer=self._writer,
             calls=[call_of(each) for each in requests],
             **fields,

@@ -35,8 +35,8 @@ from turnstream.generator.requests import (
     Reservation,
     Reserve,
 )
+from turnstream.records.encoding import read_value, to_message
 from turnstream.records.events import decode_event, encode_event
-from turnstream.records.values import read_value, to_message
 from turnstream.store.client.keys import parse_trajectory_id, trajectory_id
 from turnstream.store.client.replies import DENIED, FULL, error_text
 from turnstream.types import GroupOpened, RewardPosted, TrajectoryKey

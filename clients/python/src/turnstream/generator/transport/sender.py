@@ -30,8 +30,8 @@ from turnstream.generator.outbox.writes import Round
 from turnstream.generator.requests import AwaitWake
 from turnstream.generator.transport.transport import Link, Transport
 from turnstream.store.client.cancellation import cancel_all, to_the_end
+from turnstream.store.client.connection import OwnProcess
 from turnstream.store.client.deadlines import ANSWER_S, SOCKET_TIMEOUT_S
-from turnstream.store.client.own_process import OwnProcess
 from turnstream.types import DeclaredColumn
 
 ASK_AGAIN_S: Final = 5.0

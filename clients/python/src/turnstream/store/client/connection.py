@@ -1,11 +1,15 @@
-"""Clients of the store: raw bytes in both directions, RESP2, no reply waited for without end."""
+"""Clients of the store: raw bytes in both directions, RESP2, no reply waited for without end.
+
+An object with connections or threads belongs to one process (`OwnProcess`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable, Collection
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import redis
 import redis.asyncio
@@ -15,6 +19,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.retry import Retry
 
+from turnstream.errors import RejectedError
 from turnstream.store.client.deadlines import CONNECT_TIMEOUT_S, SILENT_S, SOCKET_TIMEOUT_S
 from turnstream.store.client.server_checks import SYNCS, checking, checking_async
 
@@ -185,3 +190,34 @@ class AsyncLink:
     async def close(self) -> None:
         """Disconnect. Safe to repeat."""
         await self._connection.disconnect(nowait=True)
+
+
+class OwnProcess:
+    """The process that made `what`, which alone may use it: threads do not survive `fork`.
+
+    The `remedy` tells how another process gets one of its own.
+    """
+
+    __slots__ = ("_pid", "_remedy", "_what")
+
+    def __init__(self, what: str, *, remedy: str) -> None:
+        self._pid = os.getpid()
+        self._what = what
+        self._remedy = remedy
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that made the object."""
+        return os.getpid() == self._pid
+
+    def require(self) -> None:
+        """Raise RejectedError in a process that was forked later."""
+        if not self.is_here:
+            raise RejectedError(
+                f"{self._what} belongs to process {self._pid}, and cannot be used in process "
+                f"{os.getpid()}, which was forked from it: {self._remedy}"
+            )
+
+    def refuse_pickle(self) -> NoReturn:
+        """Raise the TypeError of an object that cannot be pickled."""
+        raise TypeError(f"{self._what} cannot be pickled: {self._remedy}")

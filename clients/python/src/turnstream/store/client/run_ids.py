@@ -15,12 +15,12 @@ import redis.asyncio
 from turnstream.errors import InvalidConfigError, RunNotFoundError
 from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
-from turnstream.types.names import RunId, checked_run_name, checked_setting
+from turnstream.types.names import RunId, checked_run_name, is_run_id
 
 
 def find_run(client: redis.Redis, run: str) -> RunId:
     """Return the id of the run that has this name now; an id is returned as it is."""
-    if is_id(run):
+    if is_run_id(run):
         return RunId(run)
     with translating():
         found: Any = client.get(keys.incarnation_key(run))
@@ -29,16 +29,11 @@ def find_run(client: redis.Redis, run: str) -> RunId:
 
 async def find_run_async(client: redis.asyncio.Redis, run: str) -> RunId:
     """The same as `find_run`, for asyncio."""
-    if is_id(run):
+    if is_run_id(run):
         return RunId(run)
     with translating():
         found: Any = await client.get(keys.incarnation_key(run))
     return parse_incarnation(run, found)
-
-
-def is_id(run: str) -> bool:
-    """Return whether a text is the id of one run, whatever run has its name now."""
-    return isinstance(run, RunId) or RunId(checked_setting(run, field="run")).incarnation > 1
 
 
 def parse_incarnation(name: str, found: bytes | None) -> RunId:

@@ -12,7 +12,7 @@ from turnstream.errors import (
     RejectedError,
     UnknownFormatError,
 )
-from turnstream.records.values import UNREADABLE
+from turnstream.records.encoding import UNREADABLE
 from turnstream.store.client.keys import readable_name
 
 _T = TypeVar("_T")

@@ -1,13 +1,23 @@
-"""Arguments of scripts about groups."""
+"""Arguments of scripts about groups and their open trajectories: sizes, leases and reserved bytes.
+
+Leases are renewed by heartbeats, and adopted after they ended. Bytes are reserved when a group is
+opened, and topped up.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import redis.asyncio
+
+from turnstream.errors import RecordError
+from turnstream.records.events import decode_event
 from turnstream.store.client import keys
-from turnstream.store.client.scripts import Command, Script
-from turnstream.types import GroupOpened, Purpose
+from turnstream.store.client.run_ids import find_run_async
+from turnstream.store.client.scripts import Argument, Command, Script, run_command_async
+from turnstream.types import GroupOpened, Purpose, SealedTrajectory, TrajectoryKey
 
 OPEN_GROUP = Script("open_group", "turnstream.store.run")
 _READ_GROUP = Script("read_group", "turnstream.store.run")
@@ -111,3 +121,138 @@ def parse_unfinished(reply: Sequence[bytes], *, num_samples: int) -> Unfinished:
         [sample for sample, (word, *_) in enumerate(parts) if word == "open"],
         {sample: (int(part[1]), part[2]) for sample, part in enumerate(parts) if len(part) > 1},
     )
+
+
+FIRST_BYTES: Final = 12_288
+"""Bytes of records in every reservation that group_admission.lua makes."""
+
+_LEAST_BLOCK: Final = 16_384
+_LARGEST_BLOCK: Final = 1 << 20
+
+RESERVE = Script("reserve", "turnstream.store.run")
+
+
+def reserve_command(run: str, wanted: Sequence[tuple[str, int, int]], *, writer: str) -> Command:
+    """Return the call that tops up reservations: (id, lease epoch, bytes) of each."""
+    names = keys.run_keys(run)
+    arguments: list[Argument] = []
+    for trajectory_id, epoch, num_bytes in wanted:
+        arguments += (trajectory_id, f"{epoch}:{writer}", num_bytes)
+    return RESERVE((names.ledger, names.payload_bytes, names.budget), *arguments)
+
+
+def with_block(num_bytes: int) -> int:
+    """Return the reservation for a growing trajectory: as much again, within bounds.
+
+    >>> with_block(20_000), with_block(1_000), with_block(10 << 20) >> 20
+    (40000, 17384, 11)
+    """
+    return num_bytes + min(max(num_bytes, _LEAST_BLOCK), _LARGEST_BLOCK)
+
+
+def settled_lease(epoch: int, writer: str, *, awaits_reward: bool, num_bytes: int | None) -> str:
+    """Return lease and size of a sealed trajectory for the script post_sealed.
+
+    >>> settled_lease(2, "gpu7", awaits_reward=True, num_bytes=500)
+    '2:awaits/500:gpu7'
+    >>> settled_lease(2, "gpu7", awaits_reward=False, num_bytes=None)
+    '2::gpu7'
+    """
+    size = "" if num_bytes is None else f"/{num_bytes}"
+    words = f"{epoch}:{'awaits' if awaits_reward else ''}{size}"
+    return f"{words}:{writer}" if writer else words
+
+
+def lease_of_seal(epoch: int, writer: str, seal: bytes) -> str:
+    """Return the same for a stored seal, whose writer is gone."""
+    awaits_reward, num_bytes = facts_of_seal(seal)
+    return settled_lease(epoch, writer, awaits_reward=awaits_reward, num_bytes=num_bytes)
+
+
+def facts_of_seal(seal: bytes) -> tuple[bool, int | None]:
+    """Return whether a stored seal awaits a reward, and the bytes of all records.
+
+    An unreadable seal has no size. It is posted as it is, so that the planner rejects it.
+    """
+    try:
+        event = decode_event(seal)
+    except RecordError:
+        event = None
+    if not isinstance(event, SealedTrajectory):
+        return False, None
+    return event.awaits_reward, event.num_payload_bytes + len(seal)
+
+
+_HEARTBEAT = Script("heartbeat", "turnstream.store.run")
+_ADOPT = Script("adopt", "turnstream.store.run")
+_LIST_LAPSED = Script("list_lapsed", "turnstream.store.run")
+
+MAX_HEARTBEATS = 256
+"""Trajectories of one heartbeat: the store does nothing else for the quarter of a millisecond."""
+
+MAX_LAPSED = 256
+"""Trajectories of one list."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LapsedTrajectory:
+    """An open trajectory whose lease has ended.
+
+    Attributes:
+        writer: its owner until another generator adopts it.
+        epoch: its lease epoch.
+    """
+
+    key: TrajectoryKey
+    writer: str
+    epoch: int
+
+
+async def list_lapsed_async(
+    client: redis.asyncio.Redis,
+    run: str,
+    *,
+    until_ms: int | None = None,
+    max_count: int = MAX_LAPSED,
+) -> list[LapsedTrajectory]:
+    """Return the trajectories that may be adopted, the longest lapsed first."""
+    run = await find_run_async(client, run)
+    command = list_lapsed_command(run, until_ms=until_ms, max_count=max_count)
+    return parse_lapsed(await run_command_async(client, command))
+
+
+def heartbeat_command(run: str, held: Sequence[tuple[str, int]], *, writer: str) -> Command:
+    """Return the call that renews leases, at most MAX_HEARTBEATS: (id, lease epoch) of each."""
+    names = keys.run_keys(run)
+    arguments: list[Argument] = []
+    for trajectory_id, epoch in held:
+        arguments += (trajectory_id, f"{epoch}:{writer}")
+    return _HEARTBEAT((names.ledger, names.leases, names.config), *arguments)
+
+
+def adopt_command(run: str, trajectory_id: str, *, writer: str) -> Command:
+    """Return the call by which a writer adopts a lapsed trajectory; nothing is sent."""
+    names = keys.run_keys(run)
+    where = (names.ledger, names.leases, names.config, names.groups)
+    return _ADOPT(where, trajectory_id, writer)
+
+
+def list_lapsed_command(
+    run: str, *, until_ms: int | None = None, max_count: int = MAX_LAPSED
+) -> Command:
+    """Return the call that lists lapsed trajectories; nothing is sent."""
+    names = keys.run_keys(run)
+    where = (names.ledger, names.leases, names.config)
+    return _LIST_LAPSED(where, "" if until_ms is None else until_ms, max_count)
+
+
+def parse_lapsed(reply: Sequence[bytes]) -> list[LapsedTrajectory]:
+    """Return the trajectories of the reply of the script list_lapsed."""
+    return [
+        LapsedTrajectory(
+            key=keys.parse_trajectory_id(trajectory_id.decode()),
+            writer=keys.decode_name(entry.decode().split(":", 2)[2]),
+            epoch=int(entry.split(b":", 2)[1]),
+        )
+        for trajectory_id, entry in zip(reply[::2], reply[1::2], strict=True)
+    ]

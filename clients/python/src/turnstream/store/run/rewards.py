@@ -14,8 +14,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.run_ids import find_run
 from turnstream.store.client.scripts import Command, Script, run_command
 from turnstream.types import RewardPosted, TrajectoryKey
-from turnstream.types.names import checked_text, quoted
-from turnstream.types.scalars import finite_number, named_numbers, whole_number
+from turnstream.types.names import checked_text, finite_number, named_numbers, quoted, whole_number
 
 POST_REWARD: Final = Script("post_reward", "turnstream.store.run")
 

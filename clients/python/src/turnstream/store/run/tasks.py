@@ -18,8 +18,7 @@ from turnstream.store.client.stored_values import parsed_number, reading
 from turnstream.store.run.configs import read_revisions
 from turnstream.store.run.groups import most_samples
 from turnstream.types import GroupOpened, TrajectoryKey
-from turnstream.types.names import checked_text, quoted
-from turnstream.types.scalars import whole_number
+from turnstream.types.names import checked_text, quoted, whole_number
 
 _ADD_PROMPTS = Script("add_prompts", "turnstream.store.run")
 _NEXT_TASK = Script("next_task", "turnstream.store.run")

@@ -11,7 +11,7 @@
 -- include: server_time.lua
 
 local FIRST_ESTIMATE = 65536  -- bytes of a trajectory, before any is sealed
-local LEAST_ESTIMATE = 16384  -- up to here a writer need not ask for more, see store/run/budget.py
+local LEAST_ESTIMATE = 16384  -- up to here a writer need not ask for more, see store/run/groups.py
 local LONGEST_GAP = 10000     -- prompts, from the newest that was given out to the next
 local RESERVE = 0.2           -- of the server's memory
 
