@@ -121,7 +121,8 @@ class Polls:
                 logger.debug("a poll waits for the store: %s", error)
                 self._unread.add(notified)
                 found = None
-            if found is not None or is_last:
+            # A cancellation that arrives with a reply of the store is lost: asyncio.wait_for, 3.11.
+            if found is not None or is_last or self._is_closed:
                 return found
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline_s), without_place():

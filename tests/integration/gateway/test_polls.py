@@ -256,6 +256,22 @@ async def test_poll_whose_read_failed_reads_again_before_its_end(
     assert found == b"the result"
 
 
+async def test_poll_whose_cancellation_is_lost_ends_with_the_gateway(server: EmbeddedServer):
+    request_id = RequestId("S:train:9", 1)
+
+    async with connect_async(server.url) as client:
+        await client.hset(model_keys(request_id.target).commands, "1", "")
+        held = Polls(client, client)
+
+        async def check() -> None:
+            held.close()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+        async with asyncio.timeout(30):
+            assert await held.result(request_id, hold_s=600, check=check) is None
+
+
 def test_a_stop_ends_held_polls_at_once(
     worker: CannedWorker, new_gateway: Callable[..., GatewayThread], new_api: Callable[..., Any]
 ):
