@@ -20,8 +20,9 @@ import pytest
 import redis
 from hypothesis import Phase, settings
 
-from testkit import cpu_report, forked, servers, wait_until
-from testkit.stored_keys import declared_type
+from testkit import wait_until
+from testkit.runs.stored_keys import declared_type
+from testkit.services import cpu_report, forked, servers
 from turnstream.batching.config import BatchingConfig
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run

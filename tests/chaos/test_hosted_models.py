@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 
 from harness.rig import Rig
-from testkit.sdks import BASE
+from testkit.requests.sdks import BASE
 from turnstream_server.launch.stack import Service
 from turnstream_server.launch.up import API_KEY
 from turnstream_server.models.byte_model import byte_model_spec, write_byte_model

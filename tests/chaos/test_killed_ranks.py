@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import testkit
-from testkit.batchers import BatcherThread
+from testkit.services.batchers import BatcherThread
 from turnstream.batching.config.batching_config import BatchingConfig
 from turnstream.generator import Publisher
 from turnstream.store.run.runs import close_run, create_run

@@ -11,7 +11,7 @@ import pytest
 from harness.episodes import episode
 from harness.proxy import Proxy
 from harness.rig import PATIENCE_S, Rig, config
-from testkit.processes import frozen
+from testkit.services.processes import frozen
 from turnstream.store.client import keys
 from turnstream_server.launch.stack import Service
 

@@ -17,8 +17,8 @@ import pytest
 
 from harness.history import History
 from harness.rig import CONFIG, PATIENCE_S, Rig, config
-from testkit.clusters import Cluster
-from testkit.processes import frozen, is_frozen
+from testkit.services.clusters import Cluster
+from testkit.services.processes import frozen, is_frozen
 from turnstream.batching.config import BatchingConfig, GroupFilter
 from turnstream.batching.merge.plan import Manifest
 from turnstream.records.events import decode_event

@@ -13,7 +13,7 @@ import pytest
 
 from harness.proxy import Proxy
 from harness.rig import PATIENCE_S, Rig
-from testkit.scripts import script
+from testkit.runs.scripts import script
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grpc, pytest.mark.timeout(600)]
 

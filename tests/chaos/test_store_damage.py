@@ -10,7 +10,7 @@ import pytest
 
 from harness.rig import CONFIG, PATIENCE_S, Rig
 from testkit import ids
-from testkit.processes import frozen
+from testkit.services.processes import frozen
 from turnstream.generator import Publisher
 from turnstream.store.client import keys
 from turnstream.store.run.runs import create_run

@@ -19,7 +19,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from harness.proxy import Proxy
 from harness.rig import CONFIG, ENDLESS, Rig, config
 from harness.stored import lost_with
-from testkit.processes import frozen
+from testkit.services.processes import frozen
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import WaitKind
 from turnstream.store.waits.wait_reasons import reasons

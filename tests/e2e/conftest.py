@@ -14,7 +14,7 @@ import pytest
 
 FORKED = """
 from unittest.mock import patch
-from testkit import forked
+from testkit.services import forked
 from turnstream_server import cli
 from turnstream_server.launch import stack
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from testkit import servers
+from testkit.services import servers
 
 server = servers.server_of_each_kind
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from simulator.lua import ScriptDefectError
 from simulator.runs import simulate_all
-from simulator.store import Store
-from simulator.values import StoreError, Stream, Value, Words, ZSet
-from testkit.scripts import script, script_files
+from simulator.store.lua import ScriptDefectError
+from simulator.store.store import Store
+from simulator.store.values import StoreError, Stream, Value, Words, ZSet
+from testkit.runs.scripts import script, script_files
 
 NUM_RUNS = 80
 NUM_TRIES = 5

@@ -9,11 +9,11 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from simulator.clients import error_of
-from simulator.commands import COMMANDS, WRITES
-from simulator.lua import ScriptDefectError
-from simulator.store import Store
-from simulator.values import NotSimulatedError, StoreError
+from simulator.store.clients import error_of
+from simulator.store.commands import COMMANDS, WRITES
+from simulator.store.lua import ScriptDefectError
+from simulator.store.store import Store
+from simulator.store.values import NotSimulatedError, StoreError
 from turnstream.store.client.replies import error_text
 
 FORMS = """

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import testkit
-from testkit.ranks import place_model
 from testkit.shares import budgeted_passes, rank_share, weighted
-from testkit.training import pulled
+from testkit.training.ranks import place_model
+from testkit.training.training import pulled
 from turnstream.batching.config.values import Aggregation, RowWeights
 from turnstream.batching.packing.microbatch import Budget
 from turnstream.records.batches import decode_mini_batch, encode_mini_batch

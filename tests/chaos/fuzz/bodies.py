@@ -15,7 +15,7 @@ import zstandard
 
 import turnstream
 from fuzz.damage import damaged, damaged_message
-from testkit.ingest import (
+from testkit.requests.ingest import (
     ARROW,
     arrow_body,
     arrow_rows,

@@ -15,7 +15,7 @@ from typing import Any
 from harness.machine import Machine
 from harness.proxy import Proxy
 from harness.rig import ENDLESS, LEASE_S, Rig
-from testkit.processes import frozen
+from testkit.services.processes import frozen
 from turnstream_server.embedded import Durability
 from turnstream_server.launch.stack import Service
 

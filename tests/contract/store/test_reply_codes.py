@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from testkit.scripts import script_files
+from testkit.runs.scripts import script_files
 from turnstream.store.client.replies import CODES, FACTS, parse_refusal
 
 SCRIPTS = {path.name: path.read_text() for path in script_files().values()}

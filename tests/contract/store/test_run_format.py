@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from testkit.scripts import script_files
+from testkit.runs.scripts import script_files
 from turnstream.records.configs import RUN_FORMAT
 from turnstream.store.run import groups
 

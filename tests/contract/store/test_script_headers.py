@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from testkit.scripts import script_files
+from testkit.runs.scripts import script_files
 from turnstream.store.client import keys
 
 FILES = [*script_files().values()]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from testkit.sdks import BASE
+from testkit.requests.sdks import BASE
 from turnstream_server.models.byte_model import byte_model_spec, write_byte_model
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ import redis
 
 import turnstream
 from testkit import wait_until
-from testkit.certificates import make_certificate
-from testkit.compose import LocalStack, Started
-from testkit.datums import as_sent, random_data
-from testkit.sdks import NEWEST, Sdk
+from testkit.requests.datums import as_sent, random_data
+from testkit.requests.sdks import NEWEST, Sdk
+from testkit.services.certificates import make_certificate
+from testkit.services.compose import LocalStack, Started
 from turnstream.errors import RunNotFoundError
 from turnstream.store.client.connection import connect
 from turnstream_server.ledger.core.frontier import read_frontier

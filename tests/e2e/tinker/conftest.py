@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from testkit.sdks import BASE, NEWEST, Hosting, Sdk
+from testkit.requests.sdks import BASE, NEWEST, Hosting, Sdk
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.launch.stack import Stack
 from turnstream_server.launch.up import API_KEY, host_models, start_gateway

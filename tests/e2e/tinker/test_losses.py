@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from testkit.datums import Inputs, as_sent, random_data
-from testkit.operation_reference import Reference, reference, stored_weights
-from testkit.sdks import BASE, NEWEST, RELEASES, Hosting, Sdk
+from testkit.requests.datums import Inputs, as_sent, random_data
+from testkit.requests.sdks import BASE, NEWEST, RELEASES, Hosting, Sdk
+from testkit.training.operation_reference import Reference, reference, stored_weights
 
 LENGTHS: Final = (5, 1, 17, 9)
 SETTINGS: Final[dict[str, dict[str, float]]] = {

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from testkit.datums import as_sent, random_data
-from testkit.sdks import BASE, RELEASES, Hosting, Sdk
+from testkit.requests.datums import as_sent, random_data
+from testkit.requests.sdks import BASE, RELEASES, Hosting, Sdk
 from turnstream_server.models.policy import load_adapter, load_policy
 
 PROMPT: Final = list(b"hello, ")

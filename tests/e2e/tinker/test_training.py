@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import turnstream
-from testkit.datums import as_sent, random_data
-from testkit.operation_reference import stored_weights
-from testkit.sdks import BASE, RELEASES, Hosting, Sdk
+from testkit.requests.datums import as_sent, random_data
+from testkit.requests.sdks import BASE, RELEASES, Hosting, Sdk
+from testkit.training.operation_reference import stored_weights
 from turnstream.store.client.connection import connect
 from turnstream_server.ledger.core.frontier import read_frontier
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import testkit
-from testkit.clusters import Cluster, before_write
+from testkit.services.clusters import Cluster, before_write
 from turnstream.types import Group
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.assembly.shares import PlannedBatch

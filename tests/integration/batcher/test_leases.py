@@ -9,7 +9,7 @@ import pytest
 
 from harness.proxy import Proxy
 from testkit import group, ids, wait_until_async
-from testkit.scripts import script
+from testkit.runs.scripts import script
 from turnstream.errors import StoreBehindError
 from turnstream.generator import Publisher
 from turnstream.store.client import keys

@@ -13,8 +13,8 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from testkit.clusters import Cluster
-from testkit.operations import make_bodies, make_operation
+from testkit.services.clusters import Cluster
+from testkit.training.operations import make_bodies, make_operation
 from turnstream.batching.rows.operations import Operation
 from turnstream.errors import (
     BatcherUnavailableError,

@@ -9,7 +9,7 @@ import pytest
 import redis
 from typer.testing import CliRunner
 
-from testkit.batchers import BatcherThread
+from testkit.services.batchers import BatcherThread
 from turnstream.batching.config import BatchingConfig
 from turnstream.generator import Publisher
 from turnstream.store.client import keys

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from testkit import group, ids, trajectory, wait_until
-from testkit.scripts import script
+from testkit.runs.scripts import script
 from turnstream.generator import Prompt, Publisher, add_prompts
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect

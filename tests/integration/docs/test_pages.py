@@ -22,7 +22,7 @@ from tokenizers.models import WordLevel
 
 import turnstream
 from testkit import wait_until
-from testkit.stores import client_of
+from testkit.services.stores import client_of
 from turnstream.records.turns import decode_turn
 from turnstream.service import DEFAULT_URL
 from turnstream.store.client import keys

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import turnstream
 from testkit import wait_until
-from testkit.stores import client_of
+from testkit.services.stores import client_of
 from turnstream.types import TrajectoryState
 from turnstream_server.ledger.core.frontier import Frontier, read_frontier
 from turnstream_server.ledger.queries.ledger import read_ledger

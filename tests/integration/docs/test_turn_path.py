@@ -19,9 +19,9 @@ from google.protobuf.message import Message
 
 import turnstream
 import turnstream_server
-from testkit.batchers import BatcherThread
-from testkit.gateway_thread import GatewayThread
-from testkit.ingest import IngestClient, turn_fields
+from testkit.requests.ingest import IngestClient, turn_fields
+from testkit.services.batchers import BatcherThread
+from testkit.services.gateway_thread import GatewayThread
 from testkit.turns import turn
 from turnstream.store.client.scripts import Command
 from turnstream_server.embedded import EmbeddedServer

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from testkit.hosted import ModelHost, new_model_host
-from testkit.training import make_model
+from testkit.training.hosted import ModelHost, new_model_host
+from testkit.training.training import make_model
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.models.policy import save_policy
 

@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from testkit.hosted import OWNER, STEP, ModelHost, datums, save
+from testkit.training.hosted import OWNER, STEP, ModelHost, datums, save
 from turnstream.store.client.connection import connect_async
 from turnstream_server.engine.loop import remove_due
 from turnstream_server.models.folders import is_adapter_folder

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from testkit.hosted import (
+from testkit.training.hosted import (
     STEP,
     Forward,
     ModelHost,
@@ -17,7 +17,7 @@ from testkit.hosted import (
     passes_of_models,
     save,
 )
-from testkit.training import make_engine, pulled
+from testkit.training.training import make_engine, pulled
 from turnstream.batching.packing.microbatch import Budget
 from turnstream.batching.rows.operations import Operation, operation_rows
 from turnstream_server.batcher.assembly import operation_shares

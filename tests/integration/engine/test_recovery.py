@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from testkit import wait_until
-from testkit.hosted import (
+from testkit.training.hosted import (
     STEP,
     Forward,
     HostedClient,

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 import testkit
-from testkit.batchers import BatcherThread
-from testkit.hosted import (
+from testkit.services.batchers import BatcherThread
+from testkit.training.hosted import (
     STEP,
     HostedClient,
     ModelHost,
@@ -27,7 +27,7 @@ from testkit.hosted import (
     save,
     serve_ranks,
 )
-from testkit.ranks import run_ranks
+from testkit.training.ranks import run_ranks
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.packing.microbatch import Budget
 from turnstream.generator import Publisher

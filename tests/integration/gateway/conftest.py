@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from testkit import gateways, servers
-from testkit.canned_worker import BASE, CannedWorker
-from testkit.gateway_thread import GatewayThread
-from testkit.tinker_api import Api
+from testkit.requests.tinker_api import Api
+from testkit.services import gateways, servers
+from testkit.services.gateway_thread import GatewayThread
+from testkit.training.canned_worker import BASE, CannedWorker
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.operations.models import BaseModel
 

@@ -9,9 +9,9 @@ from typing import Any
 import httpx2
 
 from testkit import config
-from testkit.canned_worker import CannedWorker
-from testkit.gateway_thread import GatewayThread
-from testkit.gateways import tinker_paths
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.gateways import tinker_paths
+from testkit.training.canned_worker import CannedWorker
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run
 from turnstream_server.embedded import EmbeddedServer

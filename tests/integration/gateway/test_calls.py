@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import redis
 
-from testkit.canned_worker import CannedWorker
-from testkit.gateway_thread import GatewayThread
+from testkit.services.gateway_thread import GatewayThread
+from testkit.training.canned_worker import CannedWorker
 from turnstream.batching.config import BatchingConfig
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import create_run

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from testkit.canned_worker import BASE, CannedWorker
-from testkit.gateway_thread import GatewayThread
-from testkit.gateways import tinker_paths
-from testkit.tinker_api import Api
+from testkit.requests.tinker_api import Api
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.gateways import tinker_paths
+from testkit.training.canned_worker import BASE, CannedWorker
 from turnstream.wire import tinker_pb2 as wire
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway.app import PREFIX

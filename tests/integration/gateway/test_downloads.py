@@ -10,8 +10,8 @@ import httpx2
 import pytest
 import redis
 
-from testkit.canned_worker import CannedWorker
-from testkit.gateway_thread import GatewayThread
+from testkit.services.gateway_thread import GatewayThread
+from testkit.training.canned_worker import CannedWorker
 from turnstream_server.operations.checkpoints import CheckpointPath, folder_of
 from turnstream_server.operations.keys import download_key
 

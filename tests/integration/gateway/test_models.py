@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import redis
 
-from testkit.canned_worker import CannedWorker
-from testkit.gateway_thread import GatewayThread
+from testkit.services.gateway_thread import GatewayThread
+from testkit.training.canned_worker import CannedWorker
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.operations.models import BaseModel, read_model
 

@@ -16,8 +16,8 @@ import pytest
 import redis.asyncio
 
 from testkit import wait_until, wait_until_async
-from testkit.canned_worker import CannedWorker
-from testkit.gateway_thread import GatewayThread
+from testkit.services.gateway_thread import GatewayThread
+from testkit.training.canned_worker import CannedWorker
 from turnstream.errors import StoreUnavailableError
 from turnstream.store.client.connection import connect_async
 from turnstream_server.embedded import EmbeddedServer

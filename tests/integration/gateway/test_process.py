@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 from testkit import wait_until
-from testkit.gateway_thread import GatewayThread
+from testkit.services.gateway_thread import GatewayThread
 from turnstream.store.client.connection import connect
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway import service

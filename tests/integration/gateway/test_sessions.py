@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from testkit import wait_until
-from testkit.canned_worker import CannedWorker
-from testkit.gateway_thread import GatewayThread
+from testkit.services.gateway_thread import GatewayThread
+from testkit.training.canned_worker import CannedWorker
 
 
 def test_a_session_without_heartbeats_is_closed(

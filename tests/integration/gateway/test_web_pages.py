@@ -9,8 +9,8 @@ from typing import Final
 import httpx2
 import pytest
 
-from testkit.gateway_thread import GatewayThread
-from testkit.gateways import tinker_paths, unused_gateway
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.gateways import tinker_paths, unused_gateway
 from turnstream_server.gateway.rest.app import PREFIX, make_rest_app
 
 pytestmark = pytest.mark.redis

@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from harness.proxy import Proxy
-from testkit.stores import Store
+from testkit.services.stores import Store
 from turnstream.generator.outbox import heartbeats, waits
 from turnstream.generator.transport import sender
 from turnstream.store.waits import bounded_call

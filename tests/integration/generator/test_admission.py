@@ -8,7 +8,7 @@ import redis
 import redis.asyncio
 
 from testkit import group, wait_until
-from testkit.stores import Store
+from testkit.services.stores import Store
 from testkit.waiting import wait_until_async
 from turnstream.errors import EndOfRunError
 from turnstream.generator import AsyncPublisher, Publisher

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from testkit import group, ids
-from testkit.stores import Store
+from testkit.services.stores import Store
 from turnstream.errors import (
     ConflictError,
     EndOfRunError,

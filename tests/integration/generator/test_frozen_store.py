@@ -20,8 +20,8 @@ import pytest
 
 import turnstream
 from testkit import group, ids, wait_until_async
-from testkit.scripts import script
-from testkit.stores import Store
+from testkit.runs.scripts import script
+from testkit.services.stores import Store
 from testkit.waiting import entered, entry, facts, finish, kinds
 from turnstream.errors import NotReadyError, StoreUnavailableError, UnavailableError, WaitKind
 from turnstream.generator import AsyncPublisher, Publisher

@@ -14,7 +14,7 @@ import redis
 import redis.asyncio
 
 from testkit import ids, wait_until
-from testkit.stores import Store, wait_for_lapse
+from testkit.services.stores import Store, wait_for_lapse
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator import Publisher
 from turnstream.generator.api.work import adopt_trajectory

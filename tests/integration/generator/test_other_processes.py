@@ -14,8 +14,8 @@ import pytest
 
 import turnstream
 from testkit import ids
-from testkit.processes import in_fork
-from testkit.stores import Store
+from testkit.services.processes import in_fork
+from testkit.services.stores import Store
 from turnstream.errors import RejectedError
 from turnstream.generator import Publisher
 

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from testkit import group, ids, servers, trajectory, turn, wait_until
-from testkit.stores import Store, lose_answer
+from testkit import group, ids, trajectory, turn, wait_until
+from testkit.services import servers
+from testkit.services.stores import Store, lose_answer
 from testkit.waiting import facts, kinds
 from turnstream.errors import (
     InvalidConfigError,

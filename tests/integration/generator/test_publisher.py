@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from testkit import group, ids, trajectory, turn
-from testkit.stores import RunReader, Store
+from testkit.services.stores import RunReader, Store
 from testkit.waiting import entered, finish, wait_until_async
 from turnstream.errors import InvalidTurnError, RejectedError
 from turnstream.generator import AsyncPublisher, Publisher

@@ -8,7 +8,7 @@ import threading
 import pytest
 import redis
 
-from testkit.stores import Store
+from testkit.services.stores import Store
 from turnstream.errors import ConflictError
 from turnstream.generator import AsyncPublisher, Publisher, RewardOutcome, post_reward
 from turnstream.store.client import keys

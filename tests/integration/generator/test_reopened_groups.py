@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from testkit import ids
-from testkit.stores import Store
+from testkit.services.stores import Store
 from turnstream.errors import ConflictError, RejectedError
 from turnstream.generator import GroupWriter, Publisher
 from turnstream.generator.api.trajectory_writers import TrajectoryWriter

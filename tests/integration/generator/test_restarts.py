@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from testkit import group, ids, wait_until
-from testkit.stores import Store
+from testkit.services.stores import Store
 from turnstream.errors import StoreBehindError
 from turnstream.generator import Publisher
 from turnstream.store.client import keys

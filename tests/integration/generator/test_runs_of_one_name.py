@@ -11,7 +11,7 @@ import redis
 
 from harness.stored import content_of
 from testkit import config, ids
-from testkit.stores import Store
+from testkit.services.stores import Store
 from turnstream.errors import FencedError, RunNotFoundError
 from turnstream.generator import Publisher
 from turnstream.store.client import keys

@@ -10,8 +10,8 @@ import pytest
 import redis
 
 from testkit import group, ids
-from testkit.scripts import script
-from testkit.stores import Store
+from testkit.runs.scripts import script
+from testkit.services.stores import Store
 from testkit.waiting import entered, finish
 from turnstream.errors import NotReadyError, StoreBehindError
 from turnstream.generator import AsyncPublisher, Publisher

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from testkit import group, ids, wait_until
-from testkit.stores import Store
+from testkit.services.stores import Store
 from testkit.waiting import all_facts, facts, kinds
 from turnstream.errors import ConflictError, NotReadyError, UnavailableError, WaitKind
 from turnstream.generator import AsyncPublisher, Publisher

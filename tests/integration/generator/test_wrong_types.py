@@ -13,7 +13,7 @@ import pytest
 
 import testkit
 from testkit import group, trajectory, turn
-from testkit.stores import Store
+from testkit.services.stores import Store
 from testkit.waiting import entered, finish
 from turnstream.errors import InvalidConfigError, InvalidTurnError, TurnstreamError
 from turnstream.generator import AsyncPublisher, Prompt, Publisher, add_prompts, credit, post_reward

@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 import testkit
-from testkit.gateway_thread import GatewayThread
-from testkit.stores import RunReader
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.stores import RunReader
 from turnstream.batching.merge.merging import anchor_hash, turn_prompts
 from turnstream.errors import InvalidConfigError, NotReadyError, StoreUnavailableError
 from turnstream.store.client.connection import connect_async

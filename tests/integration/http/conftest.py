@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 import turnstream
-from testkit import gateways, group, ids, servers, wait_until
-from testkit.certificates import certificates as certificates
-from testkit.gateway_thread import GatewayThread
-from testkit.generator_calls import SETTINGS, write_everything
-from testkit.sent_calls import SESSION_RUN, Sent
+from testkit import group, ids, wait_until
+from testkit.requests.generator_calls import SETTINGS, write_everything
+from testkit.requests.sent_calls import SESSION_RUN, Sent
+from testkit.services import gateways, servers
+from testkit.services.certificates import certificates as certificates
+from testkit.services.gateway_thread import GatewayThread
 from turnstream.errors import NotReadyError
 from turnstream.wire.v1 import calls_pb2 as wire
 from turnstream_server.embedded import EmbeddedServer

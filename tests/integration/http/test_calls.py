@@ -17,9 +17,9 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 import turnstream
-from testkit.gateway_thread import GatewayThread
-from testkit.inference_servers import serving
-from testkit.processes import in_fork
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.inference_servers import serving
+from testkit.services.processes import in_fork
 from turnstream.errors import (
     AccessDeniedError,
     RejectedError,

@@ -13,9 +13,9 @@ import redis
 
 import turnstream
 from testkit import group, ids, wait_until
-from testkit.batchers import BatcherThread
-from testkit.gateway_thread import GatewayThread
-from testkit.stores import RunReader
+from testkit.services.batchers import BatcherThread
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.stores import RunReader
 from turnstream.errors import (
     AccessDeniedError,
     InvalidConfigError,

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import sealed
-from testkit.gateway_thread import GatewayThread
-from testkit.sent_calls import SESSION_RUN, Sent, key_with, refusal
+from testkit.requests.sent_calls import SESSION_RUN, Sent, key_with, refusal
+from testkit.services.gateway_thread import GatewayThread
 from turnstream.generator.encode.checks import MAX_RECORD_BYTES
 from turnstream.generator.requests import AppendTurns, Lease, PostedSeal, PostSeals, RenewLeases
 from turnstream.generator.transport.messages import MEDIA_TYPE, call_of

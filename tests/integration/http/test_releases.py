@@ -13,8 +13,8 @@ from fastapi.responses import Response
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from testkit import group
-from testkit.gateway_thread import GatewayThread
-from testkit.stores import RunReader
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.stores import RunReader
 from turnstream.generator import Publisher, requests
 from turnstream.generator.transport.messages import MEDIA_TYPE
 from turnstream.generator.transport.transport import first_words

@@ -11,8 +11,8 @@ import redis
 
 import turnstream
 from testkit import group, ids, wait_until
-from testkit.gateway_thread import GatewayThread
-from testkit.stores import RunReader
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.stores import RunReader
 from turnstream.errors import StoreUnavailableError, WaitKind
 from turnstream.generator.requests import SCRIPTS
 from turnstream.store.client.addresses import address_of

@@ -13,9 +13,9 @@ import redis
 
 import turnstream
 from testkit import group, ids
-from testkit.gateway_thread import GatewayThread
-from testkit.generator_calls import SETTINGS, operate, write_everything
-from testkit.stores import RunReader
+from testkit.requests.generator_calls import SETTINGS, operate, write_everything
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.stores import RunReader
 from turnstream import errors
 from turnstream.errors import (
     ConflictError,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from testkit import servers
-from testkit.certificates import certificates as certificates
+from testkit.services import servers
+from testkit.services.certificates import certificates as certificates
 
 server = servers.shared_server
 

@@ -16,7 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 import testkit
 from testkit import wait_until
-from testkit.batchers import BatcherThread
+from testkit.services.batchers import BatcherThread
 from turnstream.errors import (
     AccessDeniedError,
     RejectedError,

@@ -12,7 +12,7 @@ import redis
 from fastapi import FastAPI
 
 from testkit import wait_until
-from testkit.gateway_thread import GatewayThread
+from testkit.services.gateway_thread import GatewayThread
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway import admission
 from turnstream_server.gateway.admission import _STRANGER_BYTES

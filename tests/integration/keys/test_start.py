@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import turnstream
 from testkit import wait_until
-from testkit.observed_processes import Processes
+from testkit.services.observed_processes import Processes
 from turnstream.errors import AccessDeniedError, InvalidConfigError, UnknownKeyError
 from turnstream.store.client.connection import connect
 from turnstream_server import bootstrap, cli

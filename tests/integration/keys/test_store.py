@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import redis
 
-from testkit import servers, wait_until_async
+from testkit import wait_until_async
+from testkit.services import servers
 from turnstream.errors import (
     BatchingError,
     ConflictError,

@@ -17,10 +17,10 @@ import pytest
 import redis
 
 import turnstream
-from testkit.batchers import BatcherThread
-from testkit.compose import REPOSITORY
-from testkit.inference_servers import serving
-from testkit.observed_processes import Processes
+from testkit.services.batchers import BatcherThread
+from testkit.services.compose import REPOSITORY
+from testkit.services.inference_servers import serving
+from testkit.services.observed_processes import Processes
 from turnstream.errors import (
     AccessDeniedError,
     BatcherUnavailableError,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +12,9 @@ import redis
 import redis.asyncio
 
 from harness.stored import content_of
-from testkit import manifest, sealed, servers
-from testkit.run_driver import RunCommands
+from testkit import manifest, sealed
+from testkit.runs.run_driver import RunCommands
+from testkit.services import servers
 from turnstream.batching.fold.decisions import GroupDropped, MemberDropped, RefillWanted
 from turnstream.records.compact import compact_batch, encode_batch, encode_ends
 from turnstream.records.events import decode_event, encode_event
@@ -176,7 +177,7 @@ class LedRun:
         num_bytes: int = 100,
     ) -> list[bytes]:
         """Post the seal of an open trajectory."""
-        trajectory = dataclasses.replace(
+        trajectory = replace(
             sealed(group_id, sample=sample, attempt=attempt), awaits_reward=awaits_reward
         )
         command = self.commands.post_sealed(
@@ -223,17 +224,6 @@ class LedRun:
         seconds, microseconds = await self.client.time()
         return seconds * 1000 + microseconds // 1000
 
-    async def seal_members(self, num_groups: int) -> list[str]:
-        """Write groups of two sealed members to the ledger; return their names."""
-        groups = [f"g{number}" for number in range(num_groups)]
-        ids = [f"{group}/{sample}/0" for group in groups for sample in (0, 1)]
-        pipeline = self.client.pipeline(transaction=False)
-        pipeline.hset(self.keys.ledger, mapping=dict.fromkeys(ids, "sealed:1"))
-        pipeline.hset(self.keys.groups, mapping=dict.fromkeys(groups, "2:open"))
-        pipeline.hset(self.keys.counts, mapping={"sealed": len(ids), "accepted": len(ids)})
-        await pipeline.execute()
-        return groups
-
     async def run_ms(self) -> int:
         """The run's own time, which only a tick advances."""
         ms: Any = await self.client.hget(self.keys.clock, "ms")
@@ -266,7 +256,7 @@ class LedRun:
         before = self.manifests.get(step - 1)
         fields.setdefault("previous_hash", before.hash if before else "")
         fields.setdefault("lineage", self.read_frontier().lineage)
-        plan = dataclasses.replace(manifest(*group_ids, run=self.name, step=step), **fields)
+        plan = replace(manifest(*group_ids, run=self.name, step=step), **fields)
         stored = encode_for_store(plan)
         if not await write_manifest(self.term, stored):
             return None

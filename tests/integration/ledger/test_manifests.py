@@ -153,9 +153,21 @@ async def test_plan_of_an_abandoned_lineage_must_be_repeated(run: Any) -> None:
     await run.plan("a", lineage="main-1")
 
 
+async def seal_members(run: Any, num_groups: int) -> list[str]:
+    """Write groups of two sealed members to the ledger; return their names."""
+    groups = [f"g{number}" for number in range(num_groups)]
+    ids = [f"{group}/{sample}/0" for group in groups for sample in (0, 1)]
+    pipeline = run.client.pipeline(transaction=False)
+    pipeline.hset(run.keys.ledger, mapping=dict.fromkeys(ids, "sealed:1"))
+    pipeline.hset(run.keys.groups, mapping=dict.fromkeys(groups, "2:open"))
+    pipeline.hset(run.keys.counts, mapping={"sealed": len(ids), "accepted": len(ids)})
+    await pipeline.execute()
+    return groups
+
+
 async def test_a_batch_may_name_more_trajectories_than_lua_can_unpack(run: Any) -> None:
     # unpack() of 9,000 values fails with "too many results to unpack".
-    groups = await run.seal_members(4_500)
+    groups = await seal_members(run, 4_500)
 
     await run.plan(*groups)
 

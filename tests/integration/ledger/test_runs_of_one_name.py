@@ -9,8 +9,8 @@ import redis
 
 from harness.stored import content_of
 from testkit import config, sealed
-from testkit.run_driver import RunDriver
-from testkit.scripts import script
+from testkit.runs.run_driver import RunDriver
+from testkit.runs.scripts import script
 from turnstream.errors import (
     ConflictError,
     FencedError,

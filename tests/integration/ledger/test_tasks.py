@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from testkit.tasks import next_task
+from testkit.runs.tasks import next_task
 from turnstream.batching.fold.decisions import GroupCut
 from turnstream.store.run.tasks import (
     NoTask,

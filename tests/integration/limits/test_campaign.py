@@ -18,8 +18,8 @@ import pytest
 import redis
 
 from testkit import wait_until
-from testkit.floods import Request, exchange, http_request
-from testkit.gateway_process import GatewayProcess
+from testkit.requests.floods import Request, exchange, http_request
+from testkit.services.gateway_process import GatewayProcess
 from turnstream.batching.config import BatchingConfig
 from turnstream.store.run.runs import create_run
 from turnstream_server.embedded import EmbeddedServer
@@ -41,7 +41,7 @@ _TRIES: Final = 2
 
 _FLOOD: Final = """
 import sys
-from testkit.floods import flooding
+from testkit.requests.floods import flooding
 from test_campaign import requests_of
 address, key, run, kind, num = sys.argv[1:]
 with flooding(address, requests_of(kind, key, run, "flood"), num_connections=int(num)):

@@ -16,9 +16,9 @@ import redis
 from google.protobuf.message import Message
 
 import turnstream
-from testkit.gateway_process import Cost, measured
-from testkit.operations import make_operation
-from testkit.processes import batcher_process
+from testkit.services.gateway_process import Cost, measured
+from testkit.services.processes import batcher_process
+from testkit.training.operations import make_operation
 from turnstream.store.client.connection import connect_async
 from turnstream.types import RecoveryToken
 from turnstream.wire.v1 import batches_pb2 as wire

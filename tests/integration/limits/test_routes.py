@@ -16,11 +16,8 @@ import httpx2
 import pytest
 import redis
 
-from testkit.gateway_process import Cost, GatewayProcess, measured
-from testkit.gateways import routes_of, unused_gateway
-from testkit.ingest import ARROW
-from testkit.large_runs import MAX_RUNS, PLANNED, LargeRun, add_runs, longest_seal
-from testkit.largest_requests import (
+from testkit.requests.ingest import ARROW
+from testkit.requests.largest_requests import (
     ANY,
     BASE,
     LONG_EVENTS,
@@ -42,6 +39,9 @@ from testkit.largest_requests import (
     trajectories,
     turns,
 )
+from testkit.runs.large_runs import MAX_RUNS, PLANNED, LargeRun, add_runs, longest_seal
+from testkit.services.gateway_process import Cost, GatewayProcess, measured
+from testkit.services.gateways import routes_of, unused_gateway
 from testkit.worst_calls.store import cpu_ms
 from turnstream.store.client.connection import connect
 from turnstream_server.embedded import EmbeddedServer

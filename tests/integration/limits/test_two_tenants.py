@@ -20,11 +20,11 @@ import pytest
 import redis
 
 from testkit import wait_until
-from testkit.batchers import BatcherThread
-from testkit.floods import flooding, http_request
-from testkit.gateway_thread import GatewayThread
-from testkit.ingest import IngestClient
-from testkit.stores import RunReader
+from testkit.requests.floods import flooding, http_request
+from testkit.requests.ingest import IngestClient
+from testkit.services.batchers import BatcherThread
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.stores import RunReader
 from turnstream.types import TrajectoryKey
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.serving.running_calls import RunningCalls

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from testkit import servers
-from testkit.command_logs import CommandLogs
+from testkit.runs.command_logs import CommandLogs
+from testkit.services import servers
 from turnstream_server.embedded import EmbeddedServer
 
 server, own_server = servers.server_of_each_kind, servers.own_server_of_each_kind

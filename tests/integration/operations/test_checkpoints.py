@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from testkit import wait_until
-from testkit.command_logs import BASE, CommandLogs
+from testkit.runs.command_logs import BASE, CommandLogs
 from turnstream.errors import RunNotFoundError
 from turnstream_server.operations import checkpoints
 from turnstream_server.operations.checkpoints import (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from testkit import wait_until
-from testkit.command_logs import DONE, CommandLogs, run_all
+from testkit.runs.command_logs import DONE, CommandLogs, run_all
 from turnstream.errors import (
     BatchingError,
     EndOfRunError,

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from testkit.command_logs import CommandLogs
+from testkit.runs.command_logs import CommandLogs
 from turnstream.errors import ConflictError, FencedError
 from turnstream_server.operations.contents import TRAINING_KINDS, OperationKind
 from turnstream_server.operations.keys import RequestId

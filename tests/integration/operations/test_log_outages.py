@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from testkit.command_logs import DONE, CommandLogs, run_all
+from testkit.runs.command_logs import DONE, CommandLogs, run_all
 from turnstream.errors import (
     FencedError,
     StoreFullError,

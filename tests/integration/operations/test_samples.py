@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from testkit import assert_same
-from testkit.command_logs import OWNER, CommandLogs
+from testkit.runs.command_logs import OWNER, CommandLogs
 from turnstream.errors import ConflictError, EndOfRunError, RunNotFoundError, StoreFullError
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.models.sampling_params import SamplingParams

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from testkit.command_logs import BASE, OWNER, CommandLogs
+from testkit.runs.command_logs import BASE, OWNER, CommandLogs
 from turnstream.errors import ConflictError, EndOfRunError, RunNotFoundError
 from turnstream_server.operations import models
 from turnstream_server.operations.contents import CreateModel

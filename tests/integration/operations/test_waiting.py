@@ -14,7 +14,7 @@ import pytest
 import redis.asyncio
 
 from testkit import wait_until_async
-from testkit.command_logs import BASE, OWNER
+from testkit.runs.command_logs import BASE, OWNER
 from turnstream.store.client.connection import connect, connect_async
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway.polls import Polls, UnknownRequestError

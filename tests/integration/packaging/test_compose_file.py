@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import turnstream
-from testkit.compose import FILE, REPOSITORY, VARIABLE, compose_file, defaults
+from testkit.services.compose import FILE, REPOSITORY, VARIABLE, compose_file, defaults
 from turnstream_server.launch.stack import ALLOCATOR_OF_BUFFERS
 from turnstream_server.settings import Settings
 from turnstream_server.telemetry.tracing import VARIABLES as TRACES

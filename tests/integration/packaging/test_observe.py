@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from testkit.compose import REPOSITORY, compose_file
+from testkit.services.compose import REPOSITORY, compose_file
 
 OBSERVE: Final = REPOSITORY / "deploy/observe"
 PROMETHEUS: Final = OBSERVE / "prometheus.yml"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from testkit.compose import REPOSITORY
+from testkit.services.compose import REPOSITORY
 from turnstream_server.embedded import free_port
 from turnstream_server.listener import serve_metrics
 from turnstream_server.telemetry.readiness import Readiness

@@ -17,8 +17,8 @@ from redis.exceptions import NoPermissionError
 
 import turnstream
 from testkit import wait_until
-from testkit.certificates import make_certificate
-from testkit.compose import REPOSITORY, LocalStack
+from testkit.services.certificates import make_certificate
+from testkit.services.compose import REPOSITORY, LocalStack
 from turnstream.store.client.connection import connect
 from turnstream_server.embedded import find_binary, free_port
 

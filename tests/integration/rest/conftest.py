@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import redis
 
-from testkit import gateways, servers
-from testkit.gateway_thread import GatewayThread
-from testkit.ingest import IngestClient
-from testkit.rest_api import RestApi
-from testkit.stores import RunReader
+from testkit.requests.ingest import IngestClient
+from testkit.requests.rest_api import RestApi
+from testkit.services import gateways, servers
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.stores import RunReader
 
 server = servers.shared_server
 new_gateway, gateway = gateways.new_gateway, gateways.gateway

@@ -14,7 +14,7 @@ import redis
 import zstandard
 
 from testkit import wait_until
-from testkit.gateway_thread import GatewayThread
+from testkit.services.gateway_thread import GatewayThread
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway import bodies
 from turnstream_server.keys.records import KeyLimits

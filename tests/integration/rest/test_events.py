@@ -13,8 +13,8 @@ import pytest
 import redis
 
 from testkit import wait_until
-from testkit.gateway_thread import GatewayThread
-from testkit.rest_api import Message, RestApi, content_of, messages_of
+from testkit.requests.rest_api import Message, RestApi, content_of, messages_of
+from testkit.services.gateway_thread import GatewayThread
 from turnstream.errors import StoreUnavailableError
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect

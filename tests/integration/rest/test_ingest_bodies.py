@@ -17,8 +17,7 @@ from fastapi import HTTPException
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testkit.gateway_thread import GatewayThread
-from testkit.ingest import (
+from testkit.requests.ingest import (
     ARROW,
     ARROW_TYPES,
     IngestClient,
@@ -28,7 +27,8 @@ from testkit.ingest import (
     trajectory_items,
     turn_fields,
 )
-from testkit.stores import RunReader
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.stores import RunReader
 from testkit.turns import group, turn
 from turnstream.errors import RecordError
 from turnstream.generator.encode.checks import MAX_RECORD_BYTES

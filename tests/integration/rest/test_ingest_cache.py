@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import redis
 
-from testkit.gateway_thread import GatewayThread
-from testkit.ingest import IngestClient, results_of, trajectory_items, turn_fields
-from testkit.stores import RunReader
+from testkit.requests.ingest import IngestClient, results_of, trajectory_items, turn_fields
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.stores import RunReader
 from testkit.turns import group, trajectory, turn
 from testkit.waiting import wait_until
 from turnstream.generator import Publisher

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import redis
 
-from testkit.gateway_thread import GatewayThread
-from testkit.ingest import (
+from testkit.requests.ingest import (
     ARROW,
     IngestClient,
     arrow_body,
@@ -23,7 +22,8 @@ from testkit.ingest import (
     trajectory_items,
     turn_items,
 )
-from testkit.stores import RunReader
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.stores import RunReader
 from testkit.turns import trajectory, turn
 from turnstream.batching.config import BatchingConfig
 from turnstream.generator import Publisher

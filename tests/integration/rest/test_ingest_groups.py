@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import redis
 
-from testkit.gateway_thread import GatewayThread
-from testkit.ingest import ARROW, IngestClient, arrow_body, results_of, turn_fields
-from testkit.stores import RunReader
+from testkit.requests.ingest import ARROW, IngestClient, arrow_body, results_of, turn_fields
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.stores import RunReader
 from testkit.turns import turn
 from turnstream.store.run.runs import close_run
 

@@ -8,9 +8,9 @@ import httpx2
 import pytest
 import redis
 
-from testkit.gateway_thread import GatewayThread
-from testkit.ingest import IngestClient
-from testkit.stores import RunReader
+from testkit.requests.ingest import IngestClient
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.stores import RunReader
 from testkit.turns import turn
 from testkit.waiting import wait_until
 from turnstream.batching.config import BatchingConfig

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import redis
 
-from testkit.gateway_thread import GatewayThread
-from testkit.ingest import IngestClient, turn_fields
-from testkit.stores import RunReader
+from testkit.requests.ingest import IngestClient, turn_fields
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.stores import RunReader
 from testkit.turns import turn
 from testkit.waiting import wait_until
 from turnstream.errors import ConflictError

@@ -26,8 +26,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from testkit.gateway_thread import GatewayThread
-from testkit.gateways import unused_gateway
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.gateways import unused_gateway
 from turnstream_server.batcher.assembly.assembler import read_share
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway.rest.app import PREFIX, make_rest_app

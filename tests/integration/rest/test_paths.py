@@ -11,8 +11,8 @@ from urllib.parse import quote
 import pytest
 import redis
 
-from testkit.ingest import IngestClient, results_of, turn_fields
-from testkit.rest_api import RestApi
+from testkit.requests.ingest import IngestClient, results_of, turn_fields
+from testkit.requests.rest_api import RestApi
 from testkit.turns import turn
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import RejectedError

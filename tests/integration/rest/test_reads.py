@@ -14,10 +14,10 @@ import pytest
 
 import turnstream
 from testkit import ids, wait_until
-from testkit.batchers import BatcherThread
-from testkit.gateway_thread import GatewayThread
-from testkit.ingest import ARROW
-from testkit.rest_api import RestApi, content_of
+from testkit.requests.ingest import ARROW
+from testkit.requests.rest_api import RestApi, content_of
+from testkit.services.batchers import BatcherThread
+from testkit.services.gateway_thread import GatewayThread
 from turnstream.store.client.connection import connect
 from turnstream.store.run.tasks import Prompt
 from turnstream_server.batcher.assembly import assembler

@@ -14,8 +14,8 @@ import pytest
 import redis
 
 from testkit import wait_until
-from testkit.gateway_thread import GatewayThread
-from testkit.gateways import routes_of, unused_gateway
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.gateways import routes_of, unused_gateway
 from turnstream.generator.transport.messages import MEDIA_TYPE as CALLS
 from turnstream.store.client.connection import connect
 from turnstream.wire.v1 import calls_pb2 as wire

@@ -13,10 +13,10 @@ import pytest
 import redis
 
 from testkit import ids, wait_until
-from testkit.gateway_thread import GatewayThread
-from testkit.ingest import IngestClient
-from testkit.rest_api import RestApi, content_of
-from testkit.stores import RunReader
+from testkit.requests.ingest import IngestClient
+from testkit.requests.rest_api import RestApi, content_of
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.stores import RunReader
 from turnstream.batching.config import GroupFilter
 from turnstream.generator import Publisher
 from turnstream.store.client import keys

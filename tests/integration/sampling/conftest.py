@@ -11,8 +11,8 @@ import pytest
 import redis
 import torch
 
-from testkit import servers
-from testkit.sampling import ModelFolders, SamplingClient
+from testkit.services import servers
+from testkit.training.sampling import ModelFolders, SamplingClient
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.operations.samplers import SampleQueue
 from turnstream_server.sampling.service import SampleEngine, SampleLoop

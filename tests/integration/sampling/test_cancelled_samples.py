@@ -10,10 +10,11 @@ from contextlib import AbstractContextManager
 import pytest
 import redis
 
-from testkit import gateways, wait_until
-from testkit.gateway_thread import GatewayThread
-from testkit.sampling import ModelFolders, SamplingClient
-from testkit.tinker_api import Api
+from testkit import wait_until
+from testkit.requests.tinker_api import Api
+from testkit.services import gateways
+from testkit.services.gateway_thread import GatewayThread
+from testkit.training.sampling import ModelFolders, SamplingClient
 from turnstream_server.models.continuous_batch import ContinuousBatch
 from turnstream_server.operations.models import BaseModel, register_base
 from turnstream_server.sampling import service

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from testkit.inference_servers import (
+from testkit.services.inference_servers import (
     Double,
     SglangDouble,
     VllmDouble,
@@ -16,7 +16,7 @@ from testkit.inference_servers import (
     sampled_token,
     serving,
 )
-from testkit.sampling import ModelFolders, sample_request
+from testkit.training.sampling import ModelFolders, sample_request
 from turnstream.errors import InvalidConfigError, RunNotFoundError, TurnstreamError
 from turnstream_server.models.sampling_params import SampleResult, SamplingParams, StopReason
 from turnstream_server.sampling.forwarding import Forwarder

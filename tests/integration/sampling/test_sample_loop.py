@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from testkit import wait_until
-from testkit.sampling import ModelFolders, SamplingClient
+from testkit.training.sampling import ModelFolders, SamplingClient
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.models.byte_model import byte_tokenizer
 from turnstream_server.models.sampling_params import (

@@ -13,8 +13,8 @@ import pytest
 import redis
 
 from testkit import wait_until
-from testkit.forked import popen
-from testkit.sampling import ModelFolders, SamplingClient, sample_request
+from testkit.services.forked import popen
+from testkit.training.sampling import ModelFolders, SamplingClient, sample_request
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.models.sampling_params import SamplingParams
 from turnstream_server.sampling.snapshots import Snapshots

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from testkit.sampling import ModelFolders, sample_request
+from testkit.training.sampling import ModelFolders, sample_request
 from turnstream.errors import InvalidConfigError, RunNotFoundError, TurnstreamError
 from turnstream_server.models.sampling_params import SampleResult, SamplingParams
 from turnstream_server.sampling.snapshots import Snapshots

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from testkit.forked import popen
+from testkit.services.forked import popen
 
 COMMAND = [sys.executable, "-P", "-m", "turnstream_server.cli", "serve", "batcher"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import turnstream
-from testkit.compose import LocalStack
+from testkit.services.compose import LocalStack
 from turnstream.errors import StoreUnavailableError
 from turnstream_server import bootstrap
 from turnstream_server.ledger.core.stores import open_store

@@ -13,8 +13,8 @@ import redis
 
 import turnstream
 from testkit import config
-from testkit.batchers import BatcherThread
-from testkit.gateway_thread import GatewayThread
+from testkit.services.batchers import BatcherThread
+from testkit.services.gateway_thread import GatewayThread
 from testkit.waiting import wait_until
 from turnstream.errors import UnsafeStoreError
 from turnstream_server.embedded import EmbeddedServer, free_port

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import redis
 
-from testkit import servers
-from testkit.run_driver import Drive, RunDriver
+from testkit.runs.run_driver import Drive, RunDriver
+from testkit.services import servers
 
 server, own_server = servers.server_of_each_kind, servers.own_server_of_each_kind
 

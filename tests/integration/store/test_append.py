@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from testkit.run_driver import RunDriver
-from testkit.scripts import script
+from testkit.runs.run_driver import RunDriver
+from testkit.runs.scripts import script
 from turnstream.errors import ConflictError, FencedError, GroupTooLargeError, TurnGapError
 
 pytestmark = pytest.mark.redis

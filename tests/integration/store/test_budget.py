@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import redis
 
-from testkit.run_driver import Drive, RunDriver
+from testkit.runs.run_driver import Drive, RunDriver
 from turnstream.errors import GroupTooLargeError, RejectedError
 from turnstream.store.client.fullness import FIRST_ESTIMATE
 from turnstream.store.client.scripts import run_command

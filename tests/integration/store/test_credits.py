@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from testkit.run_driver import Drive, RunDriver
+from testkit.runs.run_driver import Drive, RunDriver
 from turnstream.errors import RunNotFoundError
 from turnstream.store.run.credits import CreditReason, credit
 from turnstream.store.run.runs import pause_run, resume_run

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from testkit.run_driver import RunDriver
+from testkit.runs.run_driver import RunDriver
 from turnstream.errors import (
     ConflictError,
     FencedError,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from testkit.run_driver import Drive, RunDriver
+from testkit.runs.run_driver import Drive, RunDriver
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.values import LARGEST_GROUP
 from turnstream.errors import (

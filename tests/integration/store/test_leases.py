@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import redis
 
-from testkit.run_driver import Drive, RunDriver
+from testkit.runs.run_driver import Drive, RunDriver
 from turnstream.errors import ConflictError, FencedError, RunNotFoundError
 from turnstream.store.run.groups import (
     LapsedTrajectory,

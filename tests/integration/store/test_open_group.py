@@ -8,7 +8,7 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from testkit.run_driver import Drive, RunDriver
+from testkit.runs.run_driver import Drive, RunDriver
 from turnstream.batching.fold.capacity import admitting_step, capacity, most_live_groups
 from turnstream.errors import (
     ConflictError,

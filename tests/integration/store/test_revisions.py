@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from testkit import config
-from testkit.scripts import script
+from testkit.runs.scripts import script
 from turnstream.errors import ConflictError, InvalidConfigError
 from turnstream.records.configs import encode_config
 from turnstream.store.client import keys

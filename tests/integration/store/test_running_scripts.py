@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import redis
 
-from testkit.run_driver import Drive
+from testkit.runs.run_driver import Drive
 from turnstream.errors import (
     ConflictError,
     RejectedError,

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from testkit.run_driver import Drive, RunDriver
-from testkit.tasks import next_task
+from testkit.runs.run_driver import Drive, RunDriver
+from testkit.runs.tasks import next_task
 from turnstream.errors import (
     ConflictError,
     EndOfRunError,

@@ -11,9 +11,9 @@ import pytest
 import redis
 
 from testkit import wait_until
-from testkit.gateway_thread import GatewayThread
-from testkit.ingest import IngestClient, turn_fields
-from testkit.scrapes import own_scrape
+from testkit.requests.ingest import IngestClient, turn_fields
+from testkit.services.gateway_thread import GatewayThread
+from testkit.services.scrapes import own_scrape
 from testkit.turns import turn
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.keys.store import create_key

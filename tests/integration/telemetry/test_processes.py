@@ -11,10 +11,10 @@ import httpx2
 import pytest
 
 from testkit import config
-from testkit.ingest import turn_fields
-from testkit.observed_processes import Process, Processes
-from testkit.otlp import Collector
-from testkit.scrapes import Scrape
+from testkit.requests.ingest import turn_fields
+from testkit.services.observed_processes import Process, Processes
+from testkit.services.otlp import Collector
+from testkit.services.scrapes import Scrape
 from testkit.turns import turn
 from testkit.waiting import wait_until
 from turnstream.store.client.connection import connect

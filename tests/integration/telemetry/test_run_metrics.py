@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import testkit
-from testkit.clusters import Cluster
-from testkit.scrapes import Scrape, own_scrape
+from testkit.services.clusters import Cluster
+from testkit.services.scrapes import Scrape, own_scrape
 from turnstream.store.client import keys
 from turnstream.store.run.runs import close_run
 from turnstream.store.waits.wait_reasons import reasons

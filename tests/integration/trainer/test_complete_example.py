@@ -14,8 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import testkit
 import turnstream
-from testkit.batchers import BatcherThread
-from testkit.stores import client_of
+from testkit.services.batchers import BatcherThread
+from testkit.services.stores import client_of
 from turnstream.types import Group, MiniBatch, TrajectoryState
 from turnstream.worker.layouts import packed_to_torch
 from turnstream_server.embedded import EmbeddedServer

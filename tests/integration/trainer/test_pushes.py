@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from testkit import wait_until
-from testkit.inference_servers import Double, SglangDouble, VllmDouble, serving
+from testkit.services.inference_servers import Double, SglangDouble, VllmDouble, serving
 from turnstream.errors import RejectedError, UnavailableError
 from turnstream_server.trainer.inference_servers import InferenceServer, inference_server
 from turnstream_server.trainer.publishing import Pushes

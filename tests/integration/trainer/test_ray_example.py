@@ -21,8 +21,8 @@ from torch import Tensor
 
 import testkit
 import turnstream
-from testkit.batchers import BatcherThread
-from testkit.training import make_model
+from testkit.services.batchers import BatcherThread
+from testkit.training.training import make_model
 from turnstream.store.client.connection import connect
 from turnstream.store.run.runs import newest_version
 from turnstream.types import Group, RecoveryToken, TrajectoryState

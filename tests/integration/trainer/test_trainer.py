@@ -16,10 +16,10 @@ import redis
 import torch
 
 import testkit
-from testkit.batchers import BatcherThread
-from testkit.forked import popen
-from testkit.inference_servers import VllmDouble, serving
-from testkit.receivers import tensorboard_scalars
+from testkit.services.batchers import BatcherThread
+from testkit.services.forked import popen
+from testkit.services.inference_servers import VllmDouble, serving
+from testkit.services.receivers import tensorboard_scalars
 from turnstream.errors import InvalidConfigError
 from turnstream.generator import Publisher
 from turnstream.store.run.runs import close_run, newest_version

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from testkit.inference_servers import serving
+from testkit.services.inference_servers import serving
 from turnstream.errors import (
     CorruptRecordError,
     InvalidConfigError,

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 import testkit
-from testkit.batchers import BatcherThread
+from testkit.services.batchers import BatcherThread
 from turnstream.errors import (
     FencedError,
     NotReadyError,

@@ -21,7 +21,7 @@ import pytest
 
 import turnstream
 from testkit import config, group, trajectory, wait_until
-from testkit.processes import batcher_process, frozen
+from testkit.services.processes import batcher_process, frozen
 from turnstream.errors import UnavailableError, WaitKind
 from turnstream.generator import Publisher
 from turnstream.store.client.connection import connect

@@ -18,7 +18,7 @@ import pytest
 import redis
 
 from testkit import config, group, wait_until
-from testkit.processes import batcher_process, frozen
+from testkit.services.processes import batcher_process, frozen
 from turnstream.errors import StoreUnavailableError, UnavailableError, WaitKind
 from turnstream.generator import Publisher
 from turnstream.records.statuses import error_to_status

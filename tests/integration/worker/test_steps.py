@@ -12,7 +12,7 @@ import pytest
 
 import turnstream
 from testkit import group, trajectory, turn, wait_until
-from testkit.processes import in_fork
+from testkit.services.processes import in_fork
 from turnstream.errors import BatcherUnavailableError, RejectedError, RunNotFoundError
 from turnstream.store.client.connection import connect
 from turnstream.store.client.scripts import run_command

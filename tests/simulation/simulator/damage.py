@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from simulator.clients import thread_client
+from simulator.checks.run_writes import RunWrites
 from simulator.processes import Process
-from simulator.run_writes import RunWrites
 from simulator.shared_state import SharedState
+from simulator.store.clients import thread_client
 from turnstream.store.client import keys
 from turnstream_server.ledger.planning.announcements import request_replan
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from simulator import damage, generators, operators, services, trainers
-from simulator.clients import direct_client
-from simulator.invariants import Invariants
-from simulator.ledger_checks import are_evals_open, is_unfinished
+from simulator.checks.invariants import Invariants
+from simulator.checks.ledger_checks import are_evals_open, is_unfinished
 from simulator.processes import Process
 from simulator.schedules import Schedule
 from simulator.shared_state import SharedState
+from simulator.store.clients import direct_client
 from simulator.world import World
 from turnstream.store.run.runs import reopen_run, resume_run
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 from unittest.mock import patch
 
-from simulator.lua import Scripts
 from simulator.runs import simulate_all
-from simulator.store import SCRIPTS
+from simulator.store.lua import Scripts
+from simulator.store.store import SCRIPTS
 from turnstream.batching.fold.members import GroupMembers
 from turnstream.batching.planning.selection import Selector
 from turnstream.generator.outbox.outbox import Outbox

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from simulator.clients import AsyncClient, run_stepwise
 from simulator.processes import Process
 from simulator.shared_state import SharedState, patiently
+from simulator.store.clients import AsyncClient, run_stepwise
 from turnstream.errors import (
     ConflictError,
     ObserverExpiredError,

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from simulator.clients import AsyncClient, AsyncLinkInMemory, LinkInMemory, thread_client
 from simulator.processes import Process, ProcessLoop
+from simulator.store.clients import AsyncClient, AsyncLinkInMemory, LinkInMemory, thread_client
 from turnstream.generator.api import publisher_core, work
 from turnstream.generator.transport import sender, transport
 from turnstream.store.client.trajectory_names import keys_named

@@ -12,12 +12,12 @@ from collections.abc import Generator, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from simulator.clients import direct_client
+from simulator.checks.final_checks import states_of
+from simulator.checks.run_writes import RunWrites
 from simulator.execution import Execution
-from simulator.final_checks import states_of
 from simulator.patches import patched
-from simulator.run_writes import RunWrites
 from simulator.schedules import RUN, Schedule, draw_run, draw_schedule, prompt
+from simulator.store.clients import direct_client
 from simulator.world import World
 from turnstream.store.run.runs import create_run
 from turnstream.store.run.tasks import add_prompts

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from simulator.clients import AsyncClient
 from simulator.processes import Process
 from simulator.shared_state import URL, SharedState, patiently
+from simulator.store.clients import AsyncClient
 from turnstream_server.batcher.assembly.assembler import Assembler
 from turnstream_server.batcher.assembly.shares import PlannedBatch
 from turnstream_server.batcher.planner.listener import ParkedRuns

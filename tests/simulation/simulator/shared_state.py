@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from simulator.history import History
+from simulator.checks.history import History
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import UnavailableError
 from turnstream.store.client import keys

@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from simulator.clients import AsyncClient
 from simulator.processes import Process
 from simulator.shared_state import URL, SharedState, patiently
+from simulator.store.clients import AsyncClient
 from turnstream.batching.merge.plan import Manifest
 from turnstream.errors import (
     ConflictError,

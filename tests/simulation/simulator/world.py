@@ -17,8 +17,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from simulator.faults import NO_FAULTS, FaultRates, Faults
 from simulator.processes import Main, Process, Request, Timers
-from simulator.store import Store
-from simulator.values import StoreError
+from simulator.store.store import Store
+from simulator.store.values import StoreError
 
 EPOCH_MS = 1_700_000_000_000
 _MAX_STEPS = 20_000

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from testkit.scripts import script_files
+from testkit.runs.scripts import script_files
 from testkit.worst_calls import generators, leaders, services
 from testkit.worst_calls.store import Build
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Final
 
-from testkit.scripts import script
+from testkit.runs.scripts import script
 from testkit.worst_calls.store import NAME, Build, LimitStore, ids_of, worst
 from turnstream.batching.config.values import LARGEST_GROUP
 from turnstream.generator.encode.checks import MAX_RECORD_BYTES

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
-from testkit.scripts import script
+from testkit.runs.scripts import script
 from testkit.worst_calls.store import NAME, Build, LimitStore, worst
 from turnstream.store.client.keys import incarnation_key, run_keys
 from turnstream.store.client.scripts import Command

@@ -11,8 +11,8 @@ from typing import Any, Final
 import redis
 
 import turnstream_server.ledger
-from testkit.run_driver import RunCommands
-from testkit.scripts import script
+from testkit.runs.run_driver import RunCommands
+from testkit.runs.scripts import script
 from turnstream.batching.config import BatchingConfig
 from turnstream.store.client.run_ids import find_run
 from turnstream.store.client.scripts import Argument, Command

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import config, sealed
-from testkit.folds import restored
+from testkit.runs.folds import restored
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.batching.planning.plan_batch import plan_batch
 from turnstream.errors import RecordError

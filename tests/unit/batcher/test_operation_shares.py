@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testkit.operations import make_bodies, make_operation
+from testkit.training.operations import make_bodies, make_operation
 from turnstream.batching.rows.operations import LOSS_INPUTS, Operation
 from turnstream.batching.rows.plain_rows import INERT_LENGTH
 from turnstream.errors import BatchingError, CorruptRecordError

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import config, sealed, shape
-from testkit.folds import (
+from testkit.runs.folds import (
     DEADLINE,
     abandoned,
     apply,

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import config, sealed, shape
-from testkit.folds import (
+from testkit.planning import plan
+from testkit.runs.folds import (
     DEADLINE,
     abandoned,
     apply,
@@ -26,7 +27,6 @@ from testkit.folds import (
     samples,
     seals,
 )
-from testkit.planning import plan
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.decisions import GroupCut, GroupDropped, MemberDropped, RefillWanted
 from turnstream.types import Event, Purpose, SealedTrajectory, Status, TrajectoryState

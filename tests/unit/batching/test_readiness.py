@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from testkit import ZERO_VARIANCE, config, sealed, shape
-from testkit.folds import abandoned, apply, died, fold, key, opened, samples, seals
+from testkit.runs.folds import abandoned, apply, died, fold, key, opened, samples, seals
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.errors import InvalidTurnError

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from testkit import config, sealed
-from testkit.folds import (
+from testkit.runs.folds import (
     DEADLINE,
     abandoned,
     apply,

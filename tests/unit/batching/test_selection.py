@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testkit import config, folds, sealed, shape
+from testkit import config, sealed, shape
+from testkit.runs import folds
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.decisions import Decision, GroupDropped, MemberDropped
 from turnstream.batching.fold.readiness import RunFold

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from testkit import ZERO_VARIANCE, config, manifest, sealed, trajectory_plan
-from testkit.folds import apply, awaiting, died, fold, key, opened, restored, samples
+from testkit.runs.folds import apply, awaiting, died, fold, key, opened, restored, samples
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.fold.decisions import GroupDropped
 from turnstream.batching.fold.readiness import RunFold

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from testkit.forked import popen
+from testkit.services.forked import popen
 from turnstream_server import cli
 from turnstream_server.embedded import EmbeddedServer
 

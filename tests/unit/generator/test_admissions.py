@@ -8,7 +8,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
-from testkit.outboxes import OutboxDriver, driver_with_queue
+from testkit.runs.outboxes import OutboxDriver, driver_with_queue
 from turnstream.batching.config import BatchingConfig
 from turnstream.errors import NotReadyError, WaitKind
 from turnstream.generator.outbox.receipts import PendingWrite

@@ -8,7 +8,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
-from testkit.outboxes import OutboxDriver, driver_with_queue
+from testkit.runs.outboxes import OutboxDriver, driver_with_queue
 from turnstream.errors import FencedError, RunNotFoundError
 from turnstream.generator.outbox.heartbeats import Heartbeats
 from turnstream.generator.outbox.writes import TargetRun, TrajectoryQueue

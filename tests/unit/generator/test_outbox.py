@@ -14,7 +14,7 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from testkit.outboxes import OutboxDriver, driver_with_queue
+from testkit.runs.outboxes import OutboxDriver, driver_with_queue
 from turnstream.errors import ConflictError, StoreFullError, StoreUnavailableError
 from turnstream.generator.outbox.receipts import PendingWrite
 from turnstream.generator.outbox.waits import Outage

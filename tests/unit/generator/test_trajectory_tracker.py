@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from redis.exceptions import ResponseError
 
-from testkit.outboxes import OutboxDriver, driver_with_queue, driver_with_seal
+from testkit.runs.outboxes import OutboxDriver, driver_with_queue, driver_with_seal
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator.outbox.receipts import PendingWrite
 from turnstream.store.run.groups import FIRST_BYTES, with_block

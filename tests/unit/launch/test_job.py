@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from testkit.summaries import make_summary
+from testkit.runs.summaries import make_summary
 from turnstream.errors import InvalidConfigError
 from turnstream_server.launch.demo import judge
 from turnstream_server.launch.job import job_folder, progress_display, progress_text

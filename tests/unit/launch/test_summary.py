@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from testkit import manifest, sealed, shape
-from testkit.summaries import make_summary
+from testkit.runs.summaries import make_summary
 from turnstream_server.console.summary import Summary, reward_tenths, summary_table
 from turnstream_server.ledger.queries.run_facts import numbers_of
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testkit.changes import sums
 from testkit.plans import manifest, trajectory_plan
+from testkit.runs.changes import sums
 from turnstream.batching.merge.plan import GroupPlan, Manifest
 from turnstream.store.client.stored_values import StoredHash
 from turnstream_server.ledger.planning import plan_writes

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testkit.changes import sums
+from testkit.runs.changes import sums
 from turnstream.batching.fold.decisions import GroupCut, GroupDropped, GroupEvaluated
 from turnstream.errors import ConflictError
 from turnstream.types import TrajectoryKey, TrajectoryState

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import testkit
-from testkit.training import make_model, make_value_model
+from testkit.training.training import make_model, make_value_model
 from turnstream.errors import InvalidConfigError
 from turnstream.worker.layouts import packed_to_torch
 from turnstream.worker.tensors import to_torch

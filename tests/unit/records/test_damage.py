@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import manifest, sealed, shape, stored_turn
-from testkit.folds import snapshot_of
+from testkit.runs.folds import snapshot_of
 from turnstream.batching.fold.members import FoldState
 from turnstream.errors import CorruptRecordError, RecordError, UnknownFormatError
 from turnstream.records import compact, encoding

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from testkit import config, sealed
-from testkit.folds import abandoned, awaiting, key, opened, snapshot_of
+from testkit.runs.folds import abandoned, awaiting, key, opened, snapshot_of
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.errors import RecordError
 from turnstream.records.encoding import SNAPSHOT, read_header, write_frame

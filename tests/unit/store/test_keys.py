@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testkit.stored_keys import declared_type
+from testkit.runs.stored_keys import declared_type
 from turnstream.store.client import keys
 from turnstream.types import TrajectoryKey
 from turnstream.types.names import file_name

@@ -5,7 +5,7 @@ import pytest
 from redis import exceptions as redis_errors
 from redis.connection import Connection, DefaultParser
 
-from testkit.scripts import script
+from testkit.runs.scripts import script
 from turnstream import errors
 from turnstream.store.client import replies
 from turnstream.store.client.scripts import pack

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from testkit import turn
-from testkit.snapshots import scanned, snapshot
+from testkit.runs.snapshots import scanned, snapshot
 from turnstream.errors import WaitKind, WaitReason
 from turnstream.generator.encode.encoder import TrajectoryDraft
 from turnstream.generator.outbox.waits import no_space, not_on_disk, of_writes

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from testkit.training import make_critic, make_engine, make_mini_batch
+from testkit.training.training import make_critic, make_engine, make_mini_batch
 from turnstream.errors import InvalidConfigError, UnknownFormatError
 from turnstream.types import RecoveryToken
 from turnstream_server.models.policy import load_policy

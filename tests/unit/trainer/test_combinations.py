@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import testkit
-from testkit.objective_reference import Token, reference_loss
-from testkit.training import pulled
+from testkit.training.objective_reference import Token, reference_loss
+from testkit.training.training import pulled
 from turnstream.errors import InvalidConfigError
 from turnstream.types import Aggregation, Denominators, Ragged
 from turnstream.worker.layouts import packed_to_torch

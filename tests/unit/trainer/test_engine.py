@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import testkit
-from testkit.training import make_engine, make_mini_batch, make_model, pulled
+from testkit.training.training import make_engine, make_mini_batch, make_model, pulled
 from turnstream.types import Ragged
 from turnstream.worker.tensors import to_torch
 from turnstream_server.models.logprobs import response_logprobs

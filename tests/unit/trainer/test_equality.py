@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from testkit.equality import Case, Found, cases, find_all, make_policy, reference, share
-from testkit.ranks import run_ranks
+from testkit.training.ranks import run_ranks
 from turnstream_server.trainer.ranks import ONE_RANK, Ranks
 from turnstream_server.trainer.settings import Parallel
 

@@ -8,7 +8,13 @@ from typing import Any, cast
 import pytest
 
 import testkit
-from testkit.training import make_critic, make_engine, make_mini_batch, make_model, make_value_model
+from testkit.training.training import (
+    make_critic,
+    make_engine,
+    make_mini_batch,
+    make_model,
+    make_value_model,
+)
 from turnstream.batching.config.values import Estimator
 from turnstream.errors import InvalidConfigError
 from turnstream.types import RecoveryToken

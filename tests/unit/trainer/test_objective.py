@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from testkit.training import make_engine, make_mini_batch, make_model
+from testkit.training.training import make_engine, make_mini_batch, make_model
 from turnstream.errors import InvalidConfigError
 from turnstream.worker import PulledMiniBatch
 from turnstream.worker.tensors import to_torch

@@ -14,9 +14,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from testkit.operation_reference import datum_loss
 from testkit.shares import budgeted_passes, join_shares, rank_share
-from testkit.training import make_engine, make_mini_batch, make_model, pulled
+from testkit.training.operation_reference import datum_loss
+from testkit.training.training import make_engine, make_mini_batch, make_model, pulled
 from turnstream.batching.layouts.outputs import join_by_row_id
 from turnstream.batching.packing.microbatch import Budget
 from turnstream.batching.rows.operations import (

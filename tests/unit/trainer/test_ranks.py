@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from testkit.ranks import WORLD_SIZES, Outcome, outcome, run_ranks, sharded_folder
-from testkit.training import make_model
+from testkit.training.ranks import WORLD_SIZES, Outcome, outcome, run_ranks, sharded_folder
+from testkit.training.training import make_model
 from turnstream.errors import InvalidConfigError
 from turnstream.worker.launch import Launch
 from turnstream_server.models.adapters import Adapters

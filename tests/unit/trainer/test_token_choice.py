@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from testkit.training import make_mini_batch
+from testkit.training.training import make_mini_batch
 from turnstream.worker import PulledMiniBatch
 from turnstream.worker.layouts import jagged_to_torch, packed_to_torch
 from turnstream.worker.tensors import RowTensors, to_torch

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import testkit
-from testkit.training import make_mini_batch, pulled
+from testkit.training.training import make_mini_batch, pulled
 from turnstream.errors import NotReadyError
 from turnstream.types import MiniBatchTotals
 from turnstream.worker.steps import PulledMiniBatch, Step

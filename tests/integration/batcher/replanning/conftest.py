@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.stored import content_of
-from testkit.clusters import Cluster
+from testkit.services.clusters import Cluster
 from turnstream.batching.merge.plan import Manifest
 from turnstream.store.client import keys
 from turnstream.store.client.connection import connect_async

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import testkit
-from testkit.training import make_critic, make_engine, make_model, make_value_model, pulled
-from testkit.training import row_values as values_of
+from testkit.training.training import make_critic, make_engine, make_model, make_value_model, pulled
+from testkit.training.training import row_values as values_of
 from turnstream.batching.layouts.outputs import join_by_row_id
 from turnstream.types import Ragged, Rows
 from turnstream.worker import PulledMiniBatch

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import testkit
-from testkit.training import make_critic, make_value_model, pulled, row_values
+from testkit.training.training import make_critic, make_value_model, pulled, row_values
 from turnstream.errors import InvalidConfigError
 from turnstream.types import Ragged, Rows
 from turnstream.worker import PulledMiniBatch

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from testkit.training import make_mini_batch, make_model
+from testkit.training.training import make_mini_batch, make_model
 from turnstream.errors import InvalidConfigError
 from turnstream_server.models.policy import load_policy, save_policy
 from turnstream_server.models.spec import SmallModelSpec

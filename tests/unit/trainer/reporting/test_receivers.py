@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from testkit import wait_until
-from testkit.receivers import (
+from testkit.services.receivers import (
     tensorboard_scalars,
     tensorboard_tags,
     wandb_history,

@@ -1,0 +1,1 @@
+"""Requests of generators and SDKs, also the largest ones."""

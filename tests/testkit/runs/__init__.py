@@ -1,0 +1,1 @@
+"""Runs in a store, written by their scripts or by hand."""

@@ -1,0 +1,1 @@
+"""Stores, gateways, batchers and other processes of the tests."""

@@ -1,0 +1,1 @@
+"""Trainers, hosted models and slow references of what they compute."""
