@@ -180,8 +180,10 @@ async def test_json_has_every_reason_and_the_table_counts_the_rest(cluster):
 
     content = await ledger(cluster, run)
     reasons = content["states"]["abandoned"]["reasons"]
+    last = await history(cluster, run, "a/11/0")
     print_ledger(content, Screen(screen, width=120))
 
+    assert (last["state"], last["reason"]) == ("abandoned", "error 6")
     assert reasons == {"error 6": 6, **{f"error {n}": 1 for n in range(6)}}
     assert [n for n in range(7) if f"x error {n} " in screen.getvalue()] == [0, 1, 2, 3, 6]
     assert "and 2 others, of 2 trajectories" in screen.getvalue()

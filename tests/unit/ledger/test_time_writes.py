@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from turnstream.errors import CorruptRecordError
@@ -31,6 +31,8 @@ def text(number: int | None) -> bytes | None:
 
 
 @given(MS | st.none(), MS, MS, MS | st.none(), MS, st.booleans())
+@example(2, 0, 0, 1, 0, False)  # a tick that comes late
+@example(0, 1, 0, None, 0, False)  # a clock of the server that was set back
 def test_clock_never_decreases_and_counts_a_short_gap_alone(
     known_ms: int | None, at_ms: int, most_ms: int, own_ms: int | None, server_ms: int, parked: bool
 ) -> None:

@@ -78,6 +78,16 @@ def test_every_sequence_ends_within_the_limits(
     assert all(batch.tokens[job.number] == job.length for job in jobs)
 
 
+def test_share_that_does_not_fit_is_overtaken_only_by_a_pause() -> None:
+    long, short, other = SHARES[0], SHARES[2], SHARES[4]
+    limits = BatchLimits(max_cached_tokens=60)
+
+    assert next_turn({long: 40, short: 10}, [(other, 20)], limits=limits) is None
+    assert next_turn({short: 10}, [(other, 20)], limits=limits) == (short, ())
+    paused = next_turn({long: 40, short: 20}, [(other, 20)] * 3, limits=limits)
+    assert paused == (short, (2,))
+
+
 @given(JOBS, st.integers(1, 8))
 def test_waiting_share_has_at_most_one_running_sequence_less(
     jobs: list[Job], max_sequences: int

@@ -42,6 +42,9 @@ TURNS = (
 
 RECORDS = [encode_turn(each) for each in TURNS]
 
+ANOTHER = encode_turn(stored_turn("ab", "CDg", logprobs=-0.5, rewards=0.25, version=1))
+"""A sound first turn that was not sealed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
@@ -165,6 +168,7 @@ def advantages_without_it(rows: Any) -> bool:
 @given(damage=st.builds(corrupt, seeds, places))
 @example(damage=replace(SOUND, turns=SOUND.turns[::-1]))
 @example(damage=replace(SOUND, turns=[SOUND.turns[0]] * 2))
+@example(damage=replace(SOUND, turns=[ANOTHER, SOUND.turns[1]]))
 @example(damage=with_record(0, RECORDS[0][:3] + b"\x09" + RECORDS[0][4:]))
 @example(damage=with_record(-1, SOUND.seal[:3] + b"\x09" + SOUND.seal[4:]))
 async def test_corruption_found_by_a_checksum_is_rejected_and_the_rest_trains(
@@ -174,6 +178,8 @@ async def test_corruption_found_by_a_checksum_is_rejected_and_the_rest_trains(
     entry, rows = await train(damage)
 
     assert entry.startswith("dead:"), entry
+    if damage.turns[0] == ANOTHER:
+        assert entry == "dead:turn 0 has another checksum than was sealed"
     assert sorted(set(rows.trajectory_id)) == ["g/0/0", "g/2/0"]
     assert advantages_without_it(rows)
 

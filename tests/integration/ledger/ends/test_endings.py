@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import redis
 
-from turnstream.batching.fold.decisions import GroupEvaluated
+from turnstream.batching.fold.decisions import GroupCut, GroupEvaluated
 from turnstream.errors import ConflictError, RunNotFoundError
 from turnstream.store.run.evals import eval_results
 from turnstream.store.run.runs import close_run, pause_run, resume_run
@@ -62,11 +62,13 @@ async def test_group_without_an_open_attempt_is_orphaned(run: Any) -> None:
     await abandoned(run, "again", 2)
     await run.grant("again", 0)
     await run.open("again", attempt=1)
+    await abandoned(run, "cut", 2)
+    await run.carry_out(GroupCut(group_id="cut", reason="enough"))
     await run.plan_steps(1)
     while_open = await find(run, "free", "sealed")
     close(run)
 
-    groups = ("held", "free", "sealed", "judged", "again", "g1", "unknown")
+    groups = ("held", "free", "sealed", "judged", "again", "cut", "g1", "unknown")
     assert while_open == {}
     assert [*await find(run, *groups)] == ["free", "sealed"]
 
