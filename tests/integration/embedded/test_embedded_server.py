@@ -84,11 +84,12 @@ def is_gone(pid: int) -> bool:
 @pytest.mark.parametrize(("durability", "sync"), [("everysec", "everysec"), ("fsync", "always")])
 def test_is_append_only_and_never_evicts(durability: Durability, sync: str) -> None:
     names = ("appendonly", "appendfsync", "maxmemory-policy", "save", "bind")
+    names += ("hash-max-listpack-entries",)
 
     with EmbeddedServer(durability=durability) as server, connect(server) as client:
         config = client.config_get(*names)
 
-    assert [config[name] for name in names] == ["yes", sync, "noeviction", "", "127.0.0.1"]
+    assert [config[name] for name in names] == ["yes", sync, "noeviction", "", "127.0.0.1", "32"]
 
 
 def test_takes_a_folder_with_spaces_and_quotes_in_its_name(tmp_path: Path) -> None:

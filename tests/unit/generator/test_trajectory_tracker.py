@@ -227,16 +227,20 @@ def test_reservation_is_repeated_after_a_lost_connection() -> None:
     assert driver.reservations(again) == driver.reservations(lost) != []
 
 
-def test_whole_trajectory_reserves_its_exact_size() -> None:
+@pytest.mark.parametrize("num_turns", [1, 2])
+def test_whole_trajectory_reserves_its_size_unless_its_seal_is_sent(num_turns: int) -> None:
     driver = OutboxDriver()
     (queue,) = driver.request()
-    driver.append(queue, response="B" * 5_000)
+    for _ in range(num_turns):
+        driver.append(queue, response="B" * 200_000)
     driver.seal(queue)
     driver.answer([1])
 
-    sent = driver.answer(2)
+    sent = driver.take_round()
 
-    assert driver.reservations(sent) == [("g/0/0", queue.num_bytes)]
+    is_sealed = queue.seal_record in sent.commands[0].args
+    assert is_sealed == (num_turns == 1)
+    assert driver.reservations(sent) == ([] if is_sealed else [("g/0/0", queue.num_bytes)])
 
 
 def test_stored_turns_of_an_adopted_trajectory_are_reserved_too() -> None:

@@ -35,14 +35,12 @@ if not entry then
     if redis.call('HEXISTS', KEYS[4], number) == 0 then
       reply[#reply + 1] = number
       failed[#failed + 1] = number
-      results[#results + 1] = number
-      results[#results + 1] = result
+      add(results, number, result)
     end
   end
   for i, command in ipairs(read_sliced('HMGET', KEYS[2], failed)) do
     if not command then
-      missing[#missing + 1] = failed[i]
-      missing[#missing + 1] = 'missing'
+      add(missing, failed[i], 'missing')
     end
   end
   write_sliced('HSET', KEYS[2], missing)

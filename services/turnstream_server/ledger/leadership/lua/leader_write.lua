@@ -51,8 +51,7 @@ local function extend(key, first, last)
   local changes = {}
   local fields, values = stored(key, first, last)
   for i, found in ipairs(values) do
-    changes[#changes + 1] = fields[i]
-    changes[#changes + 1] = (found or '') .. ARGV[first + 2 * i - 1]
+    add(changes, fields[i], (found or '') .. ARGV[first + 2 * i - 1])
   end
   write_sliced('HSET', key, changes)
 end

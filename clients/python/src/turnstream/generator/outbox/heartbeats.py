@@ -146,7 +146,10 @@ class Reservations:
         self._grown: dict[TrajectoryQueue, None] = {}
 
     def grew(self, queue: TrajectoryQueue) -> None:
-        """Reserve more for an open trajectory, if its records outgrew the reservation."""
+        """Reserve more for an open trajectory, if its records outgrew the reservation.
+
+        A trajectory whose seal is sent needs no more: the event of the seal has the bytes.
+        """
         if queue.epoch and queue.num_bytes > queue.reserved_bytes:
             self._grown[queue] = None
 
@@ -156,7 +159,8 @@ class Reservations:
 
     def take(self) -> list[Call]:
         """Return the calls to send now."""
-        grown = _in_parts(self._grown, _MAX_TRAJECTORIES)
+        growing = (queue for queue in self._grown if not queue.seal_record)
+        grown = _in_parts(growing, _MAX_TRAJECTORIES)
         self._grown.clear()
         return [self._call(queues) for queues in grown]
 

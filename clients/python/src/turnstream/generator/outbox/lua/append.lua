@@ -25,11 +25,9 @@ local holder, writer, turns, sealed, bytes, released = unpack(
 if released == 'abandoned' then
   return redis.error_reply('FENCED the trajectory was abandoned, and its payload released')
 end
-if released == 'deleted' then
-  return redis.error_reply('FENCED [released] the trajectory is finished: its run was deleted')
-end
 if released then
-  return redis.error_reply('FENCED [released] the trajectory is finished, and its payload released')
+  return redis.error_reply('FENCED [released] the trajectory is finished'
+    .. (released == 'deleted' and ': its run was deleted' or ', and its payload released'))
 end
 local is_first_call = kind == ':'
 if not holder and not is_first_call then
@@ -99,7 +97,9 @@ for i = #ARGV - num_new + 1, #ARGV do
   redis.call('XADD', TURNS, '0-' .. (first + i - 3), 'r', ARGV[i])
   bytes = bytes + #ARGV[i]
 end
-if num_new > 0 or holder ~= epoch then
+if holder == epoch and num_new > 0 and not seals then
+  redis.call('HSET', META, 'turns', last, 'bytes', bytes)
+elseif num_new > 0 or holder ~= epoch then
   redis.call('HSET', META, 'epoch', epoch, 'writer', is_first_call and caller or writer,
     'turns', math.max(turns, last), 'bytes', string.format('%.0f', bytes),
     'sealed', (seals or sealed == '1') and 1 or 0)

@@ -13,8 +13,7 @@ local LEDGER, COUNTS, GROUPS, EVENTS, LEASES, DEADLINES, CONFIG, HELD, BUDGET, C
 local OVERHEAD = 4096  -- of keys, ledger entry, lease and events of a trajectory
 local MEAN_OVER = 16
 
-local ids = {}
-local awaits_any = false
+local ids, awaits_any = {}, false
 for i = 1, #ARGV, 3 do
   local epoch, awaits = string.match(ARGV[i + 1] or '', '^(%d+):?(%a*)')
   if not epoch or not ARGV[i + 2] then
@@ -39,6 +38,10 @@ if damage then
 end
 
 local entries = read_sliced('HMGET', LEDGER, ids)
+local reserved_of = {}
+for i, held in ipairs(read_sliced('HMGET', HELD, ids)) do
+  reserved_of[ids[i]] = tonumber(string.match(held or '', '^r(%d+)$'))
+end
 local after_seal = {sealed = 1, awaiting_reward = 1, planned = 1, filtered = 1, expired = 1,
   incomplete = 1, evaluated = 1, dead = 1}
 local has_epoch = {sealed = 1, awaiting_reward = 1}
@@ -55,34 +58,27 @@ end
 
 -- include: turnstream.store.run/run_clock.lua
 
-local function await_reward(id)
-  if reward_deadline_s > 0 then
-    redis.call('ZADD', DEADLINES, string.format('%.0f', run_ms() + reward_deadline_s * 1000),
-      'reward:' .. id)
-  end
-end
-
 local usual, settled = unpack(redis.call('HMGET', BUDGET, 'estimate', 'settled'))
 usual, settled = tonumber(usual or 0), tonumber(settled or 0)
-local reserved, stored = 0, 0
+local reserved, stored, sizes = 0, 0, {}
 
 local function settle(id, size)
-  local held = tonumber(string.match(redis.call('HGET', HELD, id) or '', '^r(%d+)$'))
+  local held = reserved_of[id]
   if not held then
     return  -- of a run that did not count
   end
+  reserved_of[id] = nil
   local bytes = held
   if size ~= '' then
     bytes = size + OVERHEAD
     settled = math.min(settled + 1, MEAN_OVER)
     usual = usual + (bytes - usual) / settled
   end
-  redis.call('HSET', HELD, id, string.format('%.0f', bytes))
+  add(sizes, id, string.format('%.0f', bytes))
   reserved, stored = reserved + held, stored + bytes
 end
 
-local replies = {}
-local changes = {}
+local replies, changes, ended = {}, {}, {}
 local num = {sealed = 0, awaiting_reward = 0, surplus = 0}
 for i, id in ipairs(ids) do
   local entry = entries[i] or ''
@@ -91,19 +87,19 @@ for i, id in ipairs(ids) do
   local state, rest = string.match(entry, '^([^:]*):(.*)$')
   if state == 'open' and (rest == epoch .. writer
       or writer == '' and string.match(rest, '^%d+') == epoch) then
-    changes[#changes + 1] = id
-    redis.call('ZREM', LEASES, id)
+    ended[#ended + 1] = id
     settle(id, size)
     if is_decided(id) then
-      changes[#changes + 1] = 'surplus:its group was decided before it was sealed'
+      add(changes, id, 'surplus:its group was decided before it was sealed')
       num.surplus = num.surplus + 1
       replies[i] = 'SURPLUS'
     else
       local becomes = awaits == '' and 'sealed' or 'awaiting_reward'
-      changes[#changes + 1] = becomes .. ':' .. epoch
+      add(changes, id, becomes .. ':' .. epoch)
       num[becomes] = num[becomes] + 1
-      if awaits ~= '' then
-        await_reward(id)
+      if awaits ~= '' and reward_deadline_s > 0 then
+        redis.call('ZADD', DEADLINES, string.format('%.0f', run_ms() + reward_deadline_s * 1000),
+          'reward:' .. id)
       end
       redis.call('XADD', EVENTS, '*', 'r', ARGV[3 * i], 't', id)
       replies[i] = 'OK'
@@ -120,6 +116,8 @@ for i, id in ipairs(ids) do
 end
 if #changes > 0 then
   write_sliced('HSET', LEDGER, changes)
+  write_sliced('ZREM', LEASES, ended)
+  write_sliced('HSET', HELD, sizes)
   redis.call('HINCRBY', COUNTS, 'open', -#changes / 2)
   for state, number in pairs(num) do
     if number > 0 then

@@ -43,8 +43,10 @@ end
 
 local function server_memory()
   local info = redis.pcall('INFO', 'memory')
+  info = type(info) == 'string' and info or ''
   return function(name)
-    return type(info) == 'string' and tonumber(string.match(info, '\n' .. name .. ':(%d+)')) or 0
+    local _, last = string.find(info, '\n' .. name .. ':', 1, true)
+    return last and tonumber(string.match(info, '^%d+', last + 1)) or 0
   end
 end
 
@@ -151,9 +153,9 @@ local function admit_group(usual)
   if refusal then
     return nil, refusal
   end
-  local reserved = {}
+  local reserved, bytes = {}, string.format('r%.0f', usual)
   for sample = 0, samples - 1 do
-    add(reserved, NAME .. '/' .. sample .. '/0', string.format('r%.0f', usual))
+    add(reserved, NAME .. '/' .. sample .. '/0', bytes)
   end
   write_sliced('HSET', HELD, reserved)
   redis.call('HINCRBY', BUDGET, 'reserved', string.format('%.0f', samples * usual))

@@ -19,11 +19,6 @@ local function most_attempts()
   return math.min(ATTEMPT_LIMIT, math.floor(MOST_GROUP_BYTES / bytes))
 end
 
-local function add(words, first, second)
-  words[#words + 1] = first
-  words[#words + 1] = second
-end
-
 -- Why the arguments cannot be; nil where they can. Fills `ids` and `attempts`.
 local function why_invalid()
   local num_samples, num_needed = tonumber(samples), tonumber(needed)
@@ -47,14 +42,15 @@ end
 local function why_no_attempt(most)
   local named = {}
   for i, id in ipairs(ids) do
-    local attempt, prefix = attempts[i], string.match(id, '^.*/')
+    local attempt = attempts[i]
     named[id] = attempt > 0
     if attempt >= most and not is_known(id) then
       return string.format('%.0f of trajectory %s is above %.0f, the highest of this group: %s samples '
         .. 'and a name of %d bytes', attempt, id, most - 1, samples, #NAME)
     end
-    local before = string.format('%s%.0f', prefix, attempt - 1)
-    if attempt > 1 and again == '' and not (named[before] or is_known(before) or is_known(id)) then
+    local prefix = attempt > 1 and string.match(id, '^.*/')
+    local before = prefix and string.format('%s%.0f', prefix, attempt - 1)
+    if before and again == '' and not (named[before] or is_known(before) or is_known(id)) then
       local highest = attempt - 2
       while highest > 0 and not is_known(string.format('%s%.0f', prefix, highest)) do
         highest = highest - 1
@@ -122,7 +118,9 @@ local function open_members(state, members, bytes, ends_ms)
   end
   write_sliced('ZADD', LEASES, leases)
   if #opened > 0 then
-    reserve_more(opened, bytes)
+    if group or highest > 0 then
+      reserve_more(opened, bytes)
+    end
     raise_highest(highest, members)
     write_sliced('HSET', LEDGER, words)
     redis.call('HINCRBY', COUNTS, 'accepted', #opened)

@@ -39,6 +39,7 @@ local samples, needed, purpose, again, exclusive, number =
   string.match(ARGV[2], '^(%d+)/?(%d*):?(%a*)(%+?)(!?)#?(%d*)$')
 local begins = purpose == 'eval' and 'evaluating' or 'open'
 needed = needed == '' and samples or needed
+local group = redis.call('HGET', GROUPS, NAME)
 
 -- include: slices.lua
 -- include: whole_numbers.lua
@@ -49,7 +50,6 @@ needed = needed == '' and samples or needed
 -- include: group_admission.lua
 
 -- 1. Check the arguments.
-local group = redis.call('HGET', GROUPS, NAME)
 if not group and samples and tonumber(samples) > config.max_samples then
   return redis.error_reply(string.format('TOOLARGE group %s: num_samples=%s is above max_samples=%.0f '
     .. 'of the run: use fewer samples, or revise max_samples', NAME, samples, config.max_samples))

@@ -1,9 +1,14 @@
 #!lua flags=allow-oom
 -- Included: read_sliced(command, key, names), the replies for all names in one table, and
--- write_sliced(command, key, words), where words that belong together come in pairs. `unpack` fails
--- above about 8,000 values.
+-- write_sliced(command, key, words), where words that belong together come in pairs: add(words, first,
+-- second). `unpack` fails above about 8,000 values.
 
 local SLICE = 1000  -- an even number: no pair is cut
+
+local function add(words, first, second)
+  words[#words + 1] = first
+  words[#words + 1] = second
+end
 
 local function slices(command, key, words, take)
   for start = 1, #words, SLICE do
