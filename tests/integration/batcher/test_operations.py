@@ -22,8 +22,10 @@ from turnstream.errors import (
     InvalidConfigError,
     ReleasedError,
 )
+from turnstream.records.batches import decode_mini_batch
 from turnstream.store.client.connection import connect_async
 from turnstream.wire.v1.operations_pb2 import (
+    GetOperationsRequest,
     OperationChunk,
     OperationShareHeader,
 )
@@ -125,6 +127,27 @@ async def test_ranks_pull_each_datum_once_and_compute_it(
         for share in rank:
             parts = operation_tensors(share.mini_batch)
             assert sum(len(part.row_ids) for part in parts) == len(share.mini_batch.rows)
+
+
+async def test_worker_of_an_earlier_release_gets_sha_256(cluster: Cluster) -> None:
+    model_id, run = await new_model(cluster, [TEXTS])
+    replica = await cluster.start_batcher()
+    request = GetOperationsRequest(
+        model_id=model_id, first=run.first, last=run.last, dp_world_size=1
+    )
+
+    async with grpc.aio.insecure_channel(replica.address) as channel:
+        call = channel.unary_stream(
+            PATH,
+            request_serializer=GetOperationsRequest.SerializeToString,
+            response_deserializer=OperationChunk.FromString,
+        )
+        chunks = [chunk async for chunk in call(request)]
+
+    header, *parts = chunks
+    data = b"".join(part.data for part in parts)
+    assert len(header.header.content_hash) == 64
+    decode_mini_batch(data, expected_hash=header.header.content_hash)
 
 
 async def test_ranks_share_an_assembly_until_the_last_one_has_its_rows(

@@ -81,6 +81,9 @@ async def test_stepped_and_uncommitted_batch_is_served_again_unchanged(cluster):
 
     assert reply.next_step == 1
     assert after[0].header.content_hash == before[0].header.content_hash
+    assert len(after[0].header.content_hash) == 64  # SHA-256: the request is of an earlier release
+    newer = await second.get(1, reads_xxh3=True)
+    assert len(newer[0].header.content_hash) == 32
     testkit.assert_same(after[0].mini_batch, before[0].mini_batch)
 
 

@@ -22,7 +22,7 @@ from turnstream.errors import (
     UnavailableError,
     WaitReason,
 )
-from turnstream.records.batches import decode_mini_batch, encode_mini_batch
+from turnstream.records.batches import decode_mini_batch, encode_mini_batch, with_sha256
 from turnstream.records.configs import encode_config
 from turnstream.records.statuses import error_to_status
 from turnstream.types import MiniBatch, RecoveryToken
@@ -42,6 +42,7 @@ class FakeBatcher:
         refusals: errors for the coming acknowledgements, in order.
         calls: calls in order, such as ("Get", 1).
         gets: every Get, in order.
+        is_older: whether it sends the hashes of an earlier release.
     """
 
     def __init__(self) -> None:
@@ -53,6 +54,7 @@ class FakeBatcher:
         self.chunk_bytes = 300
         self.needs_stepped = True
         self.num_open_gets = 0
+        self.is_older = False
         self.stepped = 0
         self.changed = threading.Condition()
         self._server: grpc.Server | None = None
@@ -149,6 +151,8 @@ class FakeBatcher:
         share = {"dp_rank": request.dp_rank, "dp_world_size": request.dp_world_size}
         mini_batch = replace(mini_batch, info=replace(mini_batch.info, **share))
         encoded = encode_mini_batch(mini_batch)
+        if self.is_older or not request.reads_xxh3:
+            encoded = with_sha256(encoded)
         header = wire.MiniBatchHeader(
             step=mini_batch.info.step,
             mini_batch=mini_batch.info.mini_batch,

@@ -119,6 +119,28 @@ def test_damaged_mini_batch_is_fetched_again(batcher: Any) -> None:
     assert (statistics.num_damaged, statistics.num_mini_batches) == (2, 1)
 
 
+def test_replicas_of_two_releases_send_one_step(batcher: Any) -> None:
+    """An upgrade in the middle of a step: the hashes differ, the content does not."""
+
+    def upgraded(messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        yield from itertools.islice(messages, 3)
+        batcher.is_older = False
+        context.abort(grpc.StatusCode.UNAVAILABLE, "upgraded")
+
+    batcher.chunk_bytes = 1 << 20
+    batcher.add_step(1, "abCDEFG", num_mini_batches=2)
+    batcher.is_older = True
+    batcher.faults = [damage("abcd"), upgraded]
+
+    with batcher.stream() as stream:
+        seen = [next(stream), next(stream)]
+        num_damaged = stream.statistics().num_damaged
+
+    assert [texts(mini_batch) for mini_batch in seen] == [["abCDEFG"]] * 2
+    assert [len(mini_batch.content_hash) for mini_batch in seen] == [64, 32]
+    assert num_damaged == 1
+
+
 def test_bytes_after_a_hole_are_fetched_again(batcher: Any) -> None:
     def from_byte(messages: Iterator[bytes], _: Any) -> Iterator[bytes]:
         chunk = wire.GetChunk.FromString(next(messages))

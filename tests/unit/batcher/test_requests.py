@@ -117,6 +117,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "dp_rank": (3, MAX_DP_WORLD_SIZE, 2**32 - 1),
     "dp_world_size": (0, MAX_DP_WORLD_SIZE + 1),
     "skipped": ([4], [5 + MAX_SHARED], [5] * MAX_SHARED, [*range(5, 5 + MAX_SHARED)]),
+    "reads_xxh3": (),
 }
 CASES = [
     (field.name, value)

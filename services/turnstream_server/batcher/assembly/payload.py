@@ -11,7 +11,7 @@ from redis import exceptions as redis_errors
 
 from turnstream.batching.merge.plan import TrajectoryPlan
 from turnstream.errors import CorruptRecordError, RecordError
-from turnstream.records.turns import decode_turn
+from turnstream.records.turns import check_turn_values, read_turn
 from turnstream.store.client import keys
 from turnstream.store.client.connection import Link
 from turnstream.store.client.replies import translating
@@ -60,10 +60,13 @@ class PayloadReader:
         self._url = url
         self._idle: list[Link] = []  # appending and popping are atomic
 
-    def read(self, plans: Sequence[TrajectoryPlan], *, run: str) -> Payload:
+    def read(
+        self, plans: Sequence[TrajectoryPlan], *, run: str, checks_values: bool = True
+    ) -> Payload:
         """Return the turns of these trajectories, with the checksums that were sealed.
 
-        A DamagedPayloadError names every trajectory without them.
+        A DamagedPayloadError names every trajectory without them. Without `checks_values`, the
+        caller checks the values in the columns of `assemble_rows`.
         """
         turns: Payload = {}
         damages: list[Damage] = []
@@ -71,7 +74,7 @@ class PayloadReader:
             some = plans[start : start + SLICE_TRAJECTORIES]
             for plan, records in zip(some, self._fetch(some, run=run), strict=True):
                 try:
-                    turns[plan.key] = _decode(records, plan=plan)
+                    turns[plan.key] = _decode(records, plan=plan, checks_values=checks_values)
                 except RecordError as error:
                     damages.append(Damage(plan.key, str(error)))
         if damages:
@@ -114,11 +117,18 @@ def _words(plan: TrajectoryPlan, *, run: str) -> tuple[str, ...]:
     return ("XRANGE", stream, "0-1", f"0-{len(plan.payload_crcs)}")
 
 
-def _decode(records: Sequence[bytes], *, plan: TrajectoryPlan) -> list[StoredTurn]:
-    turns = [decode_turn(record) for record in records]
+def _decode(
+    records: Sequence[bytes], *, plan: TrajectoryPlan, checks_values: bool
+) -> list[StoredTurn]:
+    turns = [read_turn(record) for record in records]
+    if checks_values or any(turn.extras for turn in turns):
+        for turn in turns:
+            check_turn_values(turn)
     found = tuple([turn.payload_crc for turn in turns])
     if found != plan.payload_crcs:
         raise CorruptRecordError(_difference(found, plan.payload_crcs))
+    if not checks_values:
+        return turns
     for turn in turns:
         _check_values(turn)
     if plan.has_logprobs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Sequence
@@ -73,20 +74,24 @@ def build_rows(batch: PlannedBatch, reader: PayloadReader, *, mini_batch: int) -
     """Return all rows of a mini-batch; an error names trajectories that cannot be assembled."""
     groups = batch.groups_of(mini_batch)
     members = [member for group in groups for member in group.trajectories]
-    payload = reader.read(members, run=batch.manifest.run)
+    run, first_row_id = batch.manifest.run, batch.manifest.mini_batches[mini_batch].first_row_id
     assemble = functools.partial(
         assemble_rows,
-        payload=payload,
         extra_columns=batch.config.extra_columns,
         masked_versions=batch.manifest.masked_versions,
     )
+    with contextlib.suppress(BatchingError, RecordError):
+        payload = reader.read(members, run=run, checks_values=False)
+        return assemble(groups, payload, first_row_id=first_row_id)
+    # Again, turn by turn: the errors name the trajectories.
+    payload = reader.read(members, run=run)
     try:
-        return assemble(groups, first_row_id=batch.manifest.mini_batches[mini_batch].first_row_id)
+        return assemble(groups, payload, first_row_id=first_row_id)
     except (BatchingError, RecordError) as error:
         damages: list[Damage] = []
         for alone in (replace(g, trajectories=(m,)) for g in groups for m in g.trajectories):
             try:
-                assemble([alone], first_row_id=0)
+                assemble([alone], payload, first_row_id=0)
             except (BatchingError, RecordError) as own_error:
                 damages.append(Damage(alone.trajectories[0].key, str(own_error)))
         if not damages:  # they fail only together

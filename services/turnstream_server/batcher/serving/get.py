@@ -17,7 +17,7 @@ from turnstream.errors import (
     InvalidConfigError,
     StoreBehindError,
 )
-from turnstream.records.batches import EncodedMiniBatch
+from turnstream.records.batches import EncodedMiniBatch, with_sha256
 from turnstream.store.waits.wait_reasons import replan_hint
 from turnstream.wire.v1 import batches_pb2 as wire
 from turnstream_server.batcher.assembly.assembler import Assembler
@@ -129,6 +129,8 @@ class BatchSender:
         num_mini_batches = len(batch.manifest.mini_batches)
         for index in range(first_mini_batch(request, num_mini_batches), num_mini_batches):
             share = await self._assembler.share(batch, mini_batch=index, **whose)
+            if not request.reads_xxh3:
+                share = await self._assembler.in_thread(partial(with_sha256, share))
             if index + 1 < num_mini_batches:  # made while this one is sent
                 self._assembler.prepare(batch, mini_batch=index + 1, **whose)
             header = wire.MiniBatchHeader(

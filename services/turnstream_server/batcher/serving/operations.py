@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 import redis.asyncio
 
 from turnstream.errors import ReleasedError
+from turnstream.records.batches import with_sha256
 from turnstream.wire.v1 import operations_pb2 as wire
 from turnstream_server.batcher.assembly.assembler import SingleFlightCache
 from turnstream_server.batcher.assembly.operation_shares import (
@@ -97,6 +98,8 @@ class OperationSender:
             share = await asyncio.to_thread(
                 encode_operation_share, operations, index=index, dp_rank=request.dp_rank
             )
+            if not request.reads_xxh3:
+                share = await asyncio.to_thread(with_sha256, share)
             header = wire.OperationShareHeader(
                 index=index,
                 num_shares=len(operations.passes),

@@ -63,6 +63,7 @@ _LIMITS: Final[dict[str, int | tuple[float, float]]] = {
     "first_step": (0, MAX_STEP),
     "first_mini_batch": (0, MAX_STEP),
     "first_byte": (0, MAX_EXACT),
+    "reads_xxh3": (0, 1),
     "dp_rank": (0, MAX_DP_WORLD_SIZE - 1),
     "dp_world_size": (1, MAX_DP_WORLD_SIZE),
     "GetOperationsRequest.dp_world_size": (1, MAX_WORKER_RANKS),

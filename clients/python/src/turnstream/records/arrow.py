@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 from numpy.typing import NDArray
 
 from turnstream.errors import CorruptRecordError
@@ -102,13 +103,14 @@ def list_from_arrow(column: pa.Array) -> tuple[pa.Array, NDArray[np.int32]]:
     return column.values.slice(first, end - first), offsets - first if first else offsets
 
 
-def content_hash(batch: pa.RecordBatch) -> str:
-    """Return the hex SHA-256 over names, types and values of all columns, and the metadata.
+def content_hash(batch: pa.RecordBatch, *, is_sha256: bool = False) -> str:
+    """Return the hex XXH3-128 over names, types and values of all columns, and the metadata.
 
-    It does not depend on the IPC framing, on slices and on the order of columns. Columns of
-    another type than numbers, text, lists and structs are a CorruptRecordError.
+    With `is_sha256`, it is SHA-256. It does not depend on the IPC framing, on slices and on the
+    order of columns. Columns of another type than numbers, text, lists and structs are a
+    CorruptRecordError.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256() if is_sha256 else xxhash.xxh3_128()
     for piece in _content(batch):
         digest.update(len(piece).to_bytes(8, "little"))
         digest.update(piece)

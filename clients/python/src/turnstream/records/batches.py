@@ -62,6 +62,7 @@ _EXTRA_PREFIX: Final = "extra."
 _EXTENTS: Final = b"extras"
 _TEXTS: Final = ("run", "lineage", "manifest_hash", "aggregation")
 _ABSENT_IF_NONE: Final = ("aggregation", "totals")
+_SHA256_DIGITS: Final = 64
 
 
 class EncodedMiniBatch(NamedTuple):
@@ -69,7 +70,7 @@ class EncodedMiniBatch(NamedTuple):
 
     Attributes:
         data: an Arrow IPC stream: schema, one record batch, end.
-        content_hash: hex SHA-256 over columns and metadata; independent of the IPC framing.
+        content_hash: hex XXH3-128 over columns and metadata; independent of the IPC framing.
     """
 
     data: memoryview
@@ -90,16 +91,22 @@ def encode_mini_batch(mini_batch: MiniBatch) -> EncodedMiniBatch:
     return EncodedMiniBatch(memoryview(data).toreadonly(), content_hash(batch), data.size)
 
 
+def with_sha256(encoded: EncodedMiniBatch) -> EncodedMiniBatch:
+    """Return the mini-batch with the hash that workers of earlier releases check."""
+    return encoded._replace(content_hash=content_hash(_read_stream(encoded.data), is_sha256=True))
+
+
 def decode_mini_batch(
     data: bytes | bytearray | memoryview, *, expected_hash: str | None = None
 ) -> MiniBatch:
     """Return the mini-batch of an IPC stream; its token arrays are read-only views into `data`.
 
-    Its content hash is compared with `expected_hash`, unless that is None.
+    Its content hash, XXH3-128 or SHA-256, is compared with `expected_hash`, unless that is None.
     """
     with reading(f"no mini-batch in {len(data)} bytes", pa.ArrowException, OSError):
         batch = _read_stream(data)
-        if expected_hash is not None and content_hash(batch) != expected_hash:
+        is_sha256 = expected_hash is not None and len(expected_hash) == _SHA256_DIGITS
+        if expected_hash is not None and content_hash(batch, is_sha256=is_sha256) != expected_hash:
             raise CorruptRecordError(f"the content of a mini-batch of {len(data)} bytes differs")
         info = _decode_info(batch.schema.metadata or {})
         mini_batch = MiniBatch(rows=_to_rows(batch), info=info)

@@ -81,35 +81,49 @@ def encode_turn(turn: StoredTurn) -> bytes:
 
 def decode_turn(record: bytes) -> StoredTurn:
     """Return the turn of a record; its arrays are read-only views into `record`."""
+    turn = read_turn(record)
+    check_turn_values(turn)
+    return turn
+
+
+def read_turn(record: bytes) -> StoredTurn:
+    """Return the turn of a record as `decode_turn` does, without the check of its values.
+
+    Lengths and types agree: values of many turns can be checked in one array.
+    """
     frame = read_frame(record, kind=TURN)
     header = parse_message(wire.TurnHeader, frame.header)
-    pieces = _pieces(record, frame, header.arrays)
-    if "token_ids" not in pieces:
+    columns, extras = _arrays(record, frame, header.arrays)
+    if "token_ids" not in columns:
         raise CorruptRecordError(f"turn {header.index} has no token_ids")
-    if ("token_weights" in pieces) != (frame.version == WEIGHTED_VERSION):
+    if ("token_weights" in columns) != (frame.version == WEIGHTED_VERSION):
+        names = [spec.name for spec in header.arrays]
         raise CorruptRecordError(
-            f"turn {header.index}: a record of version {frame.version} with the arrays {[*pieces]}"
+            f"turn {header.index}: a record of version {frame.version} with the arrays {names}"
         )
-    columns: dict[str, Any] = {name: pieces.pop(name).values for name in _TYPES if name in pieces}
     turn = StoredTurn(
         index=header.index,
         parent_turn=header.parent_turn,
         shared_tokens=header.shared_tokens,
         num_response_tokens=header.num_response_tokens,
-        version_runs=tuple(_version_runs(header.version_runs)),
+        version_runs=_version_runs(header.version_runs),
         payload_crc=frame.crc,
         anchor=header.anchor if header.HasField("anchor") else None,
         **columns,
-        extras={
-            name.removeprefix(EXTRA_PREFIX): piece
-            for name, piece in pieces.items()
-            if name.startswith(EXTRA_PREFIX)
-        },
+        extras=extras,
     )
-    contradiction = _contradiction(turn)
+    _refuse(turn, _contradiction_of_lengths(turn))
+    return turn
+
+
+def check_turn_values(turn: StoredTurn) -> None:
+    """Refuse a turn of `read_turn` whose values contradict each other."""
+    _refuse(turn, _contradiction_of_values(turn))
+
+
+def _refuse(turn: StoredTurn, contradiction: tuple[str, str] | None) -> None:
     if contradiction:
         raise CorruptRecordError(f"turn {turn.index}: {': '.join(contradiction)}")
-    return turn
 
 
 def _arrays_worth_sending(turn: StoredTurn) -> Iterable[tuple[str, NDArray[Any]]]:
@@ -128,42 +142,58 @@ def _equal_the_mask(weights: NDArray[np.float32], mask: NDArray[np.uint8] | None
     return bool(np.all(weights == (1 if mask is None else mask)))
 
 
-def _pieces(record: bytes, frame: Frame, specs: Iterable[wire.ArraySpec]) -> dict[str, ExtraPiece]:
-    """Return name to array as views, each with the number of values that the parent has."""
-    pieces: dict[str, ExtraPiece] = {}
+def _arrays(
+    record: bytes, frame: Frame, specs: Iterable[wire.ArraySpec]
+) -> tuple[dict[str, Any], dict[str, ExtraPiece]]:
+    """Return the arrays of a record as views, by name, and its extra columns."""
+    columns: dict[str, Any] = {}
+    extras: dict[str, ExtraPiece] = {}
+    names: set[str] = set()  # also those of arrays that only newer releases read
     start = frame.body_start
     for spec in specs:
         name, shape = spec.name, spec.shape
         dtype = _DTYPES.get(spec.dtype)
         if dtype is None:
             raise CorruptRecordError(f"an array has the dtype {spec.dtype!r}, which is no number")
-        num_values = prod(shape)
+        num_values = shape[0] if len(shape) == 1 else prod(shape)
         num_bytes = num_values * dtype.itemsize
         if start + num_bytes > frame.body_stop:
             raise CorruptRecordError(f"array {name!r} of {num_bytes} bytes leaves its record")
-        if name in pieces:
+        if name in names:
             raise CorruptRecordError(f"array {name!r} is declared twice")
+        names.add(name)
         values = np.frombuffer(record, dtype, num_values, start)
         if len(shape) != 1:
             values = values.reshape(tuple(shape))
-        pieces[name] = ExtraPiece(spec.num_shared, values)
+        if name in _TYPES:
+            columns[name] = values
+        elif name.startswith(EXTRA_PREFIX):
+            extras[name.removeprefix(EXTRA_PREFIX)] = ExtraPiece(spec.num_shared, values)
         start += num_bytes
     if start != frame.body_stop:
         raise CorruptRecordError(f"{frame.body_stop - start} stray bytes after the arrays")
-    return pieces
+    return columns, extras
 
 
 # A table: numpy accepts "2f4" and much more as a type, or raises other errors.
 _DTYPES: Final = {np.dtype(code).name: np.dtype(f"<{code}") for code in "?bBhHiIqQefd"}
 
 
-def _version_runs(runs: Iterable[wire.VersionRun]) -> Iterable[VersionRun]:
-    for run in runs:
-        yield VersionRun(run.version if run.HasField("version") else None, run.count)
+def _version_runs(runs: Iterable[wire.VersionRun]) -> tuple[VersionRun, ...]:
+    return tuple(
+        [
+            VersionRun(run.version or (0 if run.HasField("version") else None), run.count)
+            for run in runs
+        ]
+    )
 
 
 def _contradiction(turn: StoredTurn) -> tuple[str, str] | None:
     """Return the first field with a contradiction, and its text; None if there is none."""
+    return _contradiction_of_lengths(turn) or _contradiction_of_values(turn)
+
+
+def _contradiction_of_lengths(turn: StoredTurn) -> tuple[str, str] | None:
     num_response = turn.num_response_tokens
     if not NO_PARENT <= turn.parent_turn < turn.index:
         return "parent_turn", f"{turn.parent_turn} is not before turn {turn.index}"
@@ -179,7 +209,7 @@ def _contradiction(turn: StoredTurn) -> tuple[str, str] | None:
             return name, f"{array.dtype}{list(array.shape)} is not one row of {known.name}"
         if array is not turn.token_ids and len(array) != num_response:
             return name, f"{len(array)} values for {num_response} response tokens"
-    return _contradiction_of_values(turn)
+    return None
 
 
 def _contradiction_of_values(turn: StoredTurn) -> tuple[str, str] | None:

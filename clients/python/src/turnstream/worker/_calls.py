@@ -160,6 +160,7 @@ class BatcherCalls:
             first_mini_batch=num_mini_batches,
             first_byte=0 if arrival is None else arrival.num_filled,
             content_hash="" if arrival is None else arrival.header.content_hash,
+            reads_xxh3=True,
         )
         return self.replicas.get(_path("Get"), request)
 

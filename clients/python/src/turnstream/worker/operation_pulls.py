@@ -85,6 +85,7 @@ class OperationPuller:
             dp_rank=self._dp_rank,
             dp_world_size=self._dp_world_size,
             skipped=sorted(skipped),
+            reads_xxh3=True,
         )
         began_s = time.monotonic()
         num_failures = num_damaged = 0

@@ -43,7 +43,8 @@ class PulledMiniBatch(MiniBatch):
     Tensors are on the CPU, or copied to `device`: through pinned memory to a CUDA device.
 
     Attributes:
-        content_hash: hex SHA-256 over columns and metadata; equal for every replica and retry.
+        content_hash: hex XXH3-128 over columns and metadata; equal for every replica and retry. A
+            batcher of an earlier release sends SHA-256.
         num_bytes: size of the Arrow encoding on the wire.
         epoch: number of the pass over its step, from 0; see `Step.mini_batches`.
     """

@@ -54,9 +54,9 @@ def assemble_rows(
         pieces.extend([stored_row(turns, row.turns) for row in trajectory.sequences])
     planned = [(t, row) for _, t in trajectories for row in t.sequences]
     is_masked = [trajectory.is_masked for trajectory, _ in planned]
-    columns = masked_columns(
-        token_columns(pieces), is_masked=is_masked, masked_versions=masked_versions
-    )
+    columns = token_columns(pieces)
+    _check_values(planned, pieces, columns)
+    columns = masked_columns(columns, is_masked=is_masked, masked_versions=masked_versions)
     _check_lengths(planned, pieces, columns)
     rows = _rows(trajectories, columns, planned=planned, first_row_id=first_row_id)
     rows = replace(rows, advantages=_turn_advantages(planned, pieces, columns))
@@ -87,6 +87,40 @@ def _check_payload(trajectory: TrajectoryPlan, turns: Sequence[StoredTurn]) -> N
             f"{trajectory.key}: {len(found)} turns with checksums {found[:4]}, planned were "
             f"{len(trajectory.payload_crcs)} with {trajectory.payload_crcs[:4]}"
         )
+
+
+def _check_values(
+    planned: Sequence[tuple[TrajectoryPlan, SequenceShape]],
+    pieces: Sequence[RowPieces],
+    columns: TokenColumns,
+) -> None:
+    """Refuse values that would make the gradient of a whole batch non-finite."""
+    least = columns.input_ids.values.min(initial=0)
+    if least < 0:
+        raise CorruptRecordError(f"a turn has the token id {least}")
+    for name in ("rewards", "token_weights", "logprobs"):
+        column: Ragged[np.float32] | None = getattr(columns, name)
+        if column is None or _are_finite(column.values):
+            continue
+        num_missing = _num_missing(pieces) if name == "logprobs" else 0
+        if np.count_nonzero(~np.isfinite(column.values)) != num_missing:
+            raise CorruptRecordError(f"a turn has {name} that are not finite")
+    weights = columns.token_weights
+    if weights is not None and weights.values.min(initial=0) < 0:
+        raise CorruptRecordError("a turn has token_weights below 0")
+    for (trajectory, _), piece in zip(planned, pieces, strict=True):
+        if trajectory.has_logprobs and _num_missing([piece]):
+            raise CorruptRecordError(f"{trajectory.key} lacks the logprobs that were sealed")
+
+
+def _are_finite(values: NDArray[np.float32]) -> bool:
+    return bool(np.isfinite(values.min(initial=0)) and np.isfinite(values.max(initial=0)))
+
+
+def _num_missing(pieces: Sequence[RowPieces]) -> int:
+    """Return the number of trained tokens in turns without log-probabilities."""
+    turns = [piece.stored[index] for piece in pieces for index in piece.indices]
+    return sum([turn.shape.num_trained_tokens for turn in turns if turn.logprobs is None])
 
 
 def _check_lengths(

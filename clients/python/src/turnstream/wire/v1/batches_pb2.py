@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n turnstream/wire/v1/batches.proto\x12\x12turnstream.wire.v1\"[\n\x0cStartRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x16\n\x0erecovery_token\x18\x02 \x01(\t\x12\x15\n\rdp_world_size\x18\x03 \x01(\r\x12\x0f\n\x07session\x18\x04 \x01(\t\"\x81\x01\n\nStartReply\x12\x15\n\rsession_epoch\x18\x01 \x01(\x04\x12\x11\n\tnext_step\x18\x02 \x01(\x04\x12\x13\n\x0b\x63onfig_json\x18\x03 \x01(\t\x12\x0f\n\x07lineage\x18\x04 \x01(\t\x12\x16\n\x0enewest_version\x18\x05 \x01(\x03\x12\x0b\n\x03run\x18\x06 \x01(\t\"\x8b\x02\n\nGetRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\x12\x15\n\rdp_world_size\x18\x04 \x01(\r\x12\x15\n\rsession_epoch\x18\x05 \x01(\x04\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\x12\x10\n\x08observer\x18\x07 \x01(\t\x12\x0f\n\x07session\x18\x08 \x01(\t\x12\x15\n\rprevious_hash\x18\t \x01(\t\x12\x15\n\rmanifest_hash\x18\n \x01(\t\x12\x18\n\x10\x66irst_mini_batch\x18\x0b \x01(\r\x12\x12\n\nfirst_byte\x18\x0c \x01(\x04\x12\x14\n\x0c\x63ontent_hash\x18\r \x01(\t\"Z\n\x08GetChunk\x12\x35\n\x06header\x18\x01 \x01(\x0b\x32#.turnstream.wire.v1.MiniBatchHeaderH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x07\n\x05\x63hunk\"\x8a\x01\n\x0fMiniBatchHeader\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x12\n\nmini_batch\x18\x02 \x01(\r\x12\x18\n\x10num_mini_batches\x18\x03 \x01(\r\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x14\n\x0c\x63ontent_hash\x18\x05 \x01(\t\x12\x12\n\nfirst_byte\x18\x06 \x01(\x04\"\x8c\x01\n\x0eSteppedRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x15\n\rsession_epoch\x18\x03 \x01(\x04\x12\x15\n\rmanifest_hash\x18\x04 \x01(\t\x12\x0f\n\x07session\x18\x05 \x01(\t\x12\x14\n\x07\x64p_rank\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\n\n\x08_dp_rank\"V\n\x0cSteppedReply\x12\x16\n\x0erecovery_token\x18\x01 \x01(\t\x12\x1b\n\x0eversion_before\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x11\n\x0f_version_before\"\x81\x01\n\x10\x43ommittedRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x16\n\x0erecovery_token\x18\x02 \x01(\t\x12\x15\n\rsession_epoch\x18\x03 \x01(\x04\x12\x0f\n\x07session\x18\x04 \x01(\t\x12\x14\n\x07\x64p_rank\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\n\n\x08_dp_rank\"\x10\n\x0e\x43ommittedReply\"U\n\x0eObserveRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08observer\x18\x02 \x01(\t\x12\x12\n\nfirst_step\x18\x03 \x01(\x04\x12\x10\n\x08\x65xpiry_s\x18\x04 \x01(\x01\"j\n\x0cObserveReply\x12\x11\n\tnext_step\x18\x01 \x01(\x04\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x0f\n\x07lineage\x18\x03 \x01(\t\x12\x14\n\x0c\x66irst_missed\x18\x04 \x01(\x04\x12\x0b\n\x03run\x18\x05 \x01(\t\">\n\x0fObservedRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08observer\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\"\x0f\n\rObservedReply\"\x81\x01\n\x16\x41nnounceVersionRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x15\n\rsession_epoch\x18\x04 \x01(\x04\x12\x13\n\x0bweights_uri\x18\x05 \x01(\t\x12\x0f\n\x07session\x18\x06 \x01(\t\"\x16\n\x14\x41nnounceVersionReply2\xd1\x04\n\x07\x42\x61tches\x12I\n\x05Start\x12 .turnstream.wire.v1.StartRequest\x1a\x1e.turnstream.wire.v1.StartReply\x12\x45\n\x03Get\x12\x1e.turnstream.wire.v1.GetRequest\x1a\x1c.turnstream.wire.v1.GetChunk0\x01\x12O\n\x07Stepped\x12\".turnstream.wire.v1.SteppedRequest\x1a .turnstream.wire.v1.SteppedReply\x12U\n\tCommitted\x12$.turnstream.wire.v1.CommittedRequest\x1a\".turnstream.wire.v1.CommittedReply\x12O\n\x07Observe\x12\".turnstream.wire.v1.ObserveRequest\x1a .turnstream.wire.v1.ObserveReply\x12R\n\x08Observed\x12#.turnstream.wire.v1.ObservedRequest\x1a!.turnstream.wire.v1.ObservedReply\x12g\n\x0f\x41nnounceVersion\x12*.turnstream.wire.v1.AnnounceVersionRequest\x1a(.turnstream.wire.v1.AnnounceVersionReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n turnstream/wire/v1/batches.proto\x12\x12turnstream.wire.v1\"[\n\x0cStartRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x16\n\x0erecovery_token\x18\x02 \x01(\t\x12\x15\n\rdp_world_size\x18\x03 \x01(\r\x12\x0f\n\x07session\x18\x04 \x01(\t\"\x81\x01\n\nStartReply\x12\x15\n\rsession_epoch\x18\x01 \x01(\x04\x12\x11\n\tnext_step\x18\x02 \x01(\x04\x12\x13\n\x0b\x63onfig_json\x18\x03 \x01(\t\x12\x0f\n\x07lineage\x18\x04 \x01(\t\x12\x16\n\x0enewest_version\x18\x05 \x01(\x03\x12\x0b\n\x03run\x18\x06 \x01(\t\"\x9f\x02\n\nGetRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\x12\x15\n\rdp_world_size\x18\x04 \x01(\r\x12\x15\n\rsession_epoch\x18\x05 \x01(\x04\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\x12\x10\n\x08observer\x18\x07 \x01(\t\x12\x0f\n\x07session\x18\x08 \x01(\t\x12\x15\n\rprevious_hash\x18\t \x01(\t\x12\x15\n\rmanifest_hash\x18\n \x01(\t\x12\x18\n\x10\x66irst_mini_batch\x18\x0b \x01(\r\x12\x12\n\nfirst_byte\x18\x0c \x01(\x04\x12\x14\n\x0c\x63ontent_hash\x18\r \x01(\t\x12\x12\n\nreads_xxh3\x18\x0e \x01(\x08\"Z\n\x08GetChunk\x12\x35\n\x06header\x18\x01 \x01(\x0b\x32#.turnstream.wire.v1.MiniBatchHeaderH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x07\n\x05\x63hunk\"\x8a\x01\n\x0fMiniBatchHeader\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x12\n\nmini_batch\x18\x02 \x01(\r\x12\x18\n\x10num_mini_batches\x18\x03 \x01(\r\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x14\n\x0c\x63ontent_hash\x18\x05 \x01(\t\x12\x12\n\nfirst_byte\x18\x06 \x01(\x04\"\x8c\x01\n\x0eSteppedRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x15\n\rsession_epoch\x18\x03 \x01(\x04\x12\x15\n\rmanifest_hash\x18\x04 \x01(\t\x12\x0f\n\x07session\x18\x05 \x01(\t\x12\x14\n\x07\x64p_rank\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\n\n\x08_dp_rank\"V\n\x0cSteppedReply\x12\x16\n\x0erecovery_token\x18\x01 \x01(\t\x12\x1b\n\x0eversion_before\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x11\n\x0f_version_before\"\x81\x01\n\x10\x43ommittedRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x16\n\x0erecovery_token\x18\x02 \x01(\t\x12\x15\n\rsession_epoch\x18\x03 \x01(\x04\x12\x0f\n\x07session\x18\x04 \x01(\t\x12\x14\n\x07\x64p_rank\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\n\n\x08_dp_rank\"\x10\n\x0e\x43ommittedReply\"U\n\x0eObserveRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08observer\x18\x02 \x01(\t\x12\x12\n\nfirst_step\x18\x03 \x01(\x04\x12\x10\n\x08\x65xpiry_s\x18\x04 \x01(\x01\"j\n\x0cObserveReply\x12\x11\n\tnext_step\x18\x01 \x01(\x04\x12\x13\n\x0b\x63onfig_json\x18\x02 \x01(\t\x12\x0f\n\x07lineage\x18\x03 \x01(\t\x12\x14\n\x0c\x66irst_missed\x18\x04 \x01(\x04\x12\x0b\n\x03run\x18\x05 \x01(\t\">\n\x0fObservedRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08observer\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\"\x0f\n\rObservedReply\"\x81\x01\n\x16\x41nnounceVersionRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x15\n\rsession_epoch\x18\x04 \x01(\x04\x12\x13\n\x0bweights_uri\x18\x05 \x01(\t\x12\x0f\n\x07session\x18\x06 \x01(\t\"\x16\n\x14\x41nnounceVersionReply2\xd1\x04\n\x07\x42\x61tches\x12I\n\x05Start\x12 .turnstream.wire.v1.StartRequest\x1a\x1e.turnstream.wire.v1.StartReply\x12\x45\n\x03Get\x12\x1e.turnstream.wire.v1.GetRequest\x1a\x1c.turnstream.wire.v1.GetChunk0\x01\x12O\n\x07Stepped\x12\".turnstream.wire.v1.SteppedRequest\x1a .turnstream.wire.v1.SteppedReply\x12U\n\tCommitted\x12$.turnstream.wire.v1.CommittedRequest\x1a\".turnstream.wire.v1.CommittedReply\x12O\n\x07Observe\x12\".turnstream.wire.v1.ObserveRequest\x1a .turnstream.wire.v1.ObserveReply\x12R\n\x08Observed\x12#.turnstream.wire.v1.ObservedRequest\x1a!.turnstream.wire.v1.ObservedReply\x12g\n\x0f\x41nnounceVersion\x12*.turnstream.wire.v1.AnnounceVersionRequest\x1a(.turnstream.wire.v1.AnnounceVersionReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,31 +36,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STARTREPLY']._serialized_start=150
   _globals['_STARTREPLY']._serialized_end=279
   _globals['_GETREQUEST']._serialized_start=282
-  _globals['_GETREQUEST']._serialized_end=549
-  _globals['_GETCHUNK']._serialized_start=551
-  _globals['_GETCHUNK']._serialized_end=641
-  _globals['_MINIBATCHHEADER']._serialized_start=644
-  _globals['_MINIBATCHHEADER']._serialized_end=782
-  _globals['_STEPPEDREQUEST']._serialized_start=785
-  _globals['_STEPPEDREQUEST']._serialized_end=925
-  _globals['_STEPPEDREPLY']._serialized_start=927
-  _globals['_STEPPEDREPLY']._serialized_end=1013
-  _globals['_COMMITTEDREQUEST']._serialized_start=1016
-  _globals['_COMMITTEDREQUEST']._serialized_end=1145
-  _globals['_COMMITTEDREPLY']._serialized_start=1147
-  _globals['_COMMITTEDREPLY']._serialized_end=1163
-  _globals['_OBSERVEREQUEST']._serialized_start=1165
-  _globals['_OBSERVEREQUEST']._serialized_end=1250
-  _globals['_OBSERVEREPLY']._serialized_start=1252
-  _globals['_OBSERVEREPLY']._serialized_end=1358
-  _globals['_OBSERVEDREQUEST']._serialized_start=1360
-  _globals['_OBSERVEDREQUEST']._serialized_end=1422
-  _globals['_OBSERVEDREPLY']._serialized_start=1424
-  _globals['_OBSERVEDREPLY']._serialized_end=1439
-  _globals['_ANNOUNCEVERSIONREQUEST']._serialized_start=1442
-  _globals['_ANNOUNCEVERSIONREQUEST']._serialized_end=1571
-  _globals['_ANNOUNCEVERSIONREPLY']._serialized_start=1573
-  _globals['_ANNOUNCEVERSIONREPLY']._serialized_end=1595
-  _globals['_BATCHES']._serialized_start=1598
-  _globals['_BATCHES']._serialized_end=2191
+  _globals['_GETREQUEST']._serialized_end=569
+  _globals['_GETCHUNK']._serialized_start=571
+  _globals['_GETCHUNK']._serialized_end=661
+  _globals['_MINIBATCHHEADER']._serialized_start=664
+  _globals['_MINIBATCHHEADER']._serialized_end=802
+  _globals['_STEPPEDREQUEST']._serialized_start=805
+  _globals['_STEPPEDREQUEST']._serialized_end=945
+  _globals['_STEPPEDREPLY']._serialized_start=947
+  _globals['_STEPPEDREPLY']._serialized_end=1033
+  _globals['_COMMITTEDREQUEST']._serialized_start=1036
+  _globals['_COMMITTEDREQUEST']._serialized_end=1165
+  _globals['_COMMITTEDREPLY']._serialized_start=1167
+  _globals['_COMMITTEDREPLY']._serialized_end=1183
+  _globals['_OBSERVEREQUEST']._serialized_start=1185
+  _globals['_OBSERVEREQUEST']._serialized_end=1270
+  _globals['_OBSERVEREPLY']._serialized_start=1272
+  _globals['_OBSERVEREPLY']._serialized_end=1378
+  _globals['_OBSERVEDREQUEST']._serialized_start=1380
+  _globals['_OBSERVEDREQUEST']._serialized_end=1442
+  _globals['_OBSERVEDREPLY']._serialized_start=1444
+  _globals['_OBSERVEDREPLY']._serialized_end=1459
+  _globals['_ANNOUNCEVERSIONREQUEST']._serialized_start=1462
+  _globals['_ANNOUNCEVERSIONREQUEST']._serialized_end=1591
+  _globals['_ANNOUNCEVERSIONREPLY']._serialized_start=1593
+  _globals['_ANNOUNCEVERSIONREPLY']._serialized_end=1615
+  _globals['_BATCHES']._serialized_start=1618
+  _globals['_BATCHES']._serialized_end=2211
 # @@protoc_insertion_point(module_scope)

@@ -33,7 +33,7 @@ class StartReply(_message.Message):
     def __init__(self, session_epoch: _Optional[int] = ..., next_step: _Optional[int] = ..., config_json: _Optional[str] = ..., lineage: _Optional[str] = ..., newest_version: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("run", "step", "dp_rank", "dp_world_size", "session_epoch", "wait_s", "observer", "session", "previous_hash", "manifest_hash", "first_mini_batch", "first_byte", "content_hash")
+    __slots__ = ("run", "step", "dp_rank", "dp_world_size", "session_epoch", "wait_s", "observer", "session", "previous_hash", "manifest_hash", "first_mini_batch", "first_byte", "content_hash", "reads_xxh3")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class GetRequest(_message.Message):
     FIRST_MINI_BATCH_FIELD_NUMBER: _ClassVar[int]
     FIRST_BYTE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_HASH_FIELD_NUMBER: _ClassVar[int]
+    READS_XXH3_FIELD_NUMBER: _ClassVar[int]
     run: str
     step: int
     dp_rank: int
@@ -60,7 +61,8 @@ class GetRequest(_message.Message):
     first_mini_batch: int
     first_byte: int
     content_hash: str
-    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_world_size: _Optional[int] = ..., session_epoch: _Optional[int] = ..., wait_s: _Optional[float] = ..., observer: _Optional[str] = ..., session: _Optional[str] = ..., previous_hash: _Optional[str] = ..., manifest_hash: _Optional[str] = ..., first_mini_batch: _Optional[int] = ..., first_byte: _Optional[int] = ..., content_hash: _Optional[str] = ...) -> None: ...
+    reads_xxh3: bool
+    def __init__(self, run: _Optional[str] = ..., step: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_world_size: _Optional[int] = ..., session_epoch: _Optional[int] = ..., wait_s: _Optional[float] = ..., observer: _Optional[str] = ..., session: _Optional[str] = ..., previous_hash: _Optional[str] = ..., manifest_hash: _Optional[str] = ..., first_mini_batch: _Optional[int] = ..., first_byte: _Optional[int] = ..., content_hash: _Optional[str] = ..., reads_xxh3: bool = ...) -> None: ...
 
 class GetChunk(_message.Message):
     __slots__ = ("header", "data")

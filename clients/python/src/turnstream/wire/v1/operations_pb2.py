@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#turnstream/wire/v1/operations.proto\x12\x12turnstream.wire.v1\"~\n\x14GetOperationsRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\r\n\x05\x66irst\x18\x02 \x01(\x04\x12\x0c\n\x04last\x18\x03 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x04 \x01(\r\x12\x15\n\rdp_world_size\x18\x05 \x01(\r\x12\x0f\n\x07skipped\x18\x06 \x03(\x04\"e\n\x0eOperationChunk\x12:\n\x06header\x18\x01 \x01(\x0b\x32(.turnstream.wire.v1.OperationShareHeaderH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x07\n\x05\x63hunk\"\xeb\x01\n\x14OperationShareHeader\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\nnum_shares\x18\x02 \x01(\r\x12\x0c\n\x04loss\x18\x03 \x01(\t\x12H\n\x08settings\x18\x04 \x03(\x0b\x32\x36.turnstream.wire.v1.OperationShareHeader.SettingsEntry\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x14\n\x0c\x63ontent_hash\x18\x06 \x01(\t\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\x63\n\nOperations\x12U\n\x03Get\x12(.turnstream.wire.v1.GetOperationsRequest\x1a\".turnstream.wire.v1.OperationChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#turnstream/wire/v1/operations.proto\x12\x12turnstream.wire.v1\"\x92\x01\n\x14GetOperationsRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\r\n\x05\x66irst\x18\x02 \x01(\x04\x12\x0c\n\x04last\x18\x03 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x04 \x01(\r\x12\x15\n\rdp_world_size\x18\x05 \x01(\r\x12\x0f\n\x07skipped\x18\x06 \x03(\x04\x12\x12\n\nreads_xxh3\x18\x07 \x01(\x08\"e\n\x0eOperationChunk\x12:\n\x06header\x18\x01 \x01(\x0b\x32(.turnstream.wire.v1.OperationShareHeaderH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\x07\n\x05\x63hunk\"\xeb\x01\n\x14OperationShareHeader\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\nnum_shares\x18\x02 \x01(\r\x12\x0c\n\x04loss\x18\x03 \x01(\t\x12H\n\x08settings\x18\x04 \x03(\x0b\x32\x36.turnstream.wire.v1.OperationShareHeader.SettingsEntry\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x14\n\x0c\x63ontent_hash\x18\x06 \x01(\t\x1a/\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\x63\n\nOperations\x12U\n\x03Get\x12(.turnstream.wire.v1.GetOperationsRequest\x1a\".turnstream.wire.v1.OperationChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,14 +33,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_OPERATIONSHAREHEADER_SETTINGSENTRY']._loaded_options = None
   _globals['_OPERATIONSHAREHEADER_SETTINGSENTRY']._serialized_options = b'8\001'
-  _globals['_GETOPERATIONSREQUEST']._serialized_start=59
-  _globals['_GETOPERATIONSREQUEST']._serialized_end=185
-  _globals['_OPERATIONCHUNK']._serialized_start=187
-  _globals['_OPERATIONCHUNK']._serialized_end=288
-  _globals['_OPERATIONSHAREHEADER']._serialized_start=291
-  _globals['_OPERATIONSHAREHEADER']._serialized_end=526
-  _globals['_OPERATIONSHAREHEADER_SETTINGSENTRY']._serialized_start=479
-  _globals['_OPERATIONSHAREHEADER_SETTINGSENTRY']._serialized_end=526
-  _globals['_OPERATIONS']._serialized_start=528
-  _globals['_OPERATIONS']._serialized_end=627
+  _globals['_GETOPERATIONSREQUEST']._serialized_start=60
+  _globals['_GETOPERATIONSREQUEST']._serialized_end=206
+  _globals['_OPERATIONCHUNK']._serialized_start=208
+  _globals['_OPERATIONCHUNK']._serialized_end=309
+  _globals['_OPERATIONSHAREHEADER']._serialized_start=312
+  _globals['_OPERATIONSHAREHEADER']._serialized_end=547
+  _globals['_OPERATIONSHAREHEADER_SETTINGSENTRY']._serialized_start=500
+  _globals['_OPERATIONSHAREHEADER_SETTINGSENTRY']._serialized_end=547
+  _globals['_OPERATIONS']._serialized_start=549
+  _globals['_OPERATIONS']._serialized_end=648
 # @@protoc_insertion_point(module_scope)

@@ -6,20 +6,22 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GetOperationsRequest(_message.Message):
-    __slots__ = ("model_id", "first", "last", "dp_rank", "dp_world_size", "skipped")
+    __slots__ = ("model_id", "first", "last", "dp_rank", "dp_world_size", "skipped", "reads_xxh3")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
     DP_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    READS_XXH3_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     first: int
     last: int
     dp_rank: int
     dp_world_size: int
     skipped: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, model_id: _Optional[str] = ..., first: _Optional[int] = ..., last: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_world_size: _Optional[int] = ..., skipped: _Optional[_Iterable[int]] = ...) -> None: ...
+    reads_xxh3: bool
+    def __init__(self, model_id: _Optional[str] = ..., first: _Optional[int] = ..., last: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_world_size: _Optional[int] = ..., skipped: _Optional[_Iterable[int]] = ..., reads_xxh3: bool = ...) -> None: ...
 
 class OperationChunk(_message.Message):
     __slots__ = ("header", "data")
