@@ -32,7 +32,7 @@ from turnstream.types import (
     VersionAnnounced,
 )
 from turnstream.types.names import RunId
-from turnstream_server.bootstrap import generator_url, wait_for_run
+from turnstream_server.waits import generator_url, wait_for_run
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.generators import live
 from turnstream_server.generators.config import LiveGeneratorConfig
