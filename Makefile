@@ -78,8 +78,9 @@ check: $(STAMP) ## the quick loop: lint, types, layers, unit and contract tests
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q tests/unit tests/contract
 
-bench: $(STAMP) ## measure the path, the core and the services, beside their baselines
+bench: $(STAMP) ## measure the path, the core and the services; fail if a ratio to a baseline is 15 % worse
 	$(BIN)/python benchmarks/pipeline.py --json benchmarks/results/pipeline.json
+	$(BIN)/python benchmarks/cold.py --json benchmarks/results/cold.json
 	$(BIN)/python benchmarks/ingest.py --json benchmarks/results/ingest.json
 	$(BIN)/python benchmarks/batching.py --json benchmarks/results/batching.json
 	$(BIN)/python benchmarks/durability.py --json benchmarks/results/durability.json
@@ -91,8 +92,9 @@ bench: $(STAMP) ## measure the path, the core and the services, beside their bas
 	$(BIN)/python benchmarks/training.py --json benchmarks/results/training.json
 	$(BIN)/python benchmarks/sampling.py --json benchmarks/results/sampling.json
 	$(BIN)/python benchmarks/tinker_api.py --json benchmarks/results/tinker_api.json
+	$(BIN)/python benchmarks/gate.py
 
-figures: $(STAMP) ## put what `make bench` measured into docs/benchmarks.md
+figures: $(STAMP) ## keep what `make bench` measured, in docs/benchmarks.json and its page
 	$(BIN)/python benchmarks/page.py
 
 # mutmut finds the tests of a function by its module, so that the copy has the package in src/. The copy is the only

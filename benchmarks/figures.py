@@ -40,39 +40,6 @@ def reached(is_reached: bool) -> str:
     return "reached" if is_reached else "missed"
 
 
-# ------------------------------------------------------------------------------ pages
-
-
-def pipeline(found: dict[str, Any]) -> str:
-    """Return the CPU seconds of the whole path by process, and of the floor."""
-    floor_s = sum(found["floor_s"].values())
-    titles = [name for name, value in found.items() if isinstance(value, dict) and "cpu_s" in value]
-    stages = [*found[titles[0]]["rounds"][0]["cpu_s"]]
-    rows = [
-        [
-            title,
-            number(found[title]["cpu_s"], 2),
-            *[
-                number(
-                    statistics.median(each["cpu_s"][stage] for each in found[title]["rounds"]), 2
-                )
-                for stage in stages
-            ],
-            f"{found[title]['cpu_s'] / floor_s:.2f}",
-            f"{found['trajectories'] / found[title]['wall_s']:.0f}",
-        ]
-        for title in titles
-    ]
-    parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in found["floor_s"].items())
-    size = f"{found['trajectories']} trajectories, {found['int64_bytes'] / 1e6:.1f} MB"
-    return "\n\n".join(
-        [
-            table(["", "CPU s", *stages, "times the floor", "trajectories/s"], rows),
-            f"{size}; the floor takes {floor_s:.3f} CPU s ({parts}).",
-        ]
-    )
-
-
 def ingest(found: dict[str, Any]) -> str:
     """Return the CPU seconds of each way into the store by process."""
     native_s = next(iter(found["ways"].values()))["median_s"]["total"]

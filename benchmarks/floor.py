@@ -21,24 +21,41 @@ _METHOD = "/floor.Floor/Stream"
 
 
 def start_redis_floor(config: dict[str, Any]) -> Any:
-    """Write all records, one group a pipeline, and read them back 128 at a time."""
-    client = redis.Redis.from_url(config["redis_url"])
-    records = [os.urandom(config["record_bytes"]) for _ in range(config["num_records"])]
+    """Write all records, one group a pipeline, and read them back 128 streams at a time.
 
-    def work(_: dict[str, Any]) -> dict[str, Any]:
-        for start in range(0, len(records), RECORDS_PER_ROUND_TRIP):
-            pipeline = client.pipeline(transaction=False)
-            for index, record in enumerate(records[start : start + RECORDS_PER_ROUND_TRIP], start):
-                pipeline.xadd(f"floor:{index}", {b"r": record}, id="0-1")
-            pipeline.execute()
+    A message may name one phase: "write" or "read". A stream has `records_per_stream` records, by
+    default one. `name` is that of the streams.
+    """
+    client = redis.Redis.from_url(config["redis_url"])
+    per_stream = config.get("records_per_stream", 1)
+    num_streams = config["num_records"] // per_stream
+    keys = [f"{config.get('name', 'floor')}:{index}" for index in range(num_streams)]
+    records = [os.urandom(config["record_bytes"]) for _ in range(num_streams * per_stream)]
+
+    def write() -> None:
+        for start in range(0, num_streams, RECORDS_PER_ROUND_TRIP):
+            group = keys[start : start + RECORDS_PER_ROUND_TRIP]
+            for turn in range(per_stream):
+                pipeline = client.pipeline(transaction=False)
+                for number, key in enumerate(group, start * per_stream + turn * len(group)):
+                    pipeline.xadd(key, {b"r": records[number]}, id=f"0-{turn + 1}")
+                pipeline.execute()
+
+    def read() -> int:
         num_bytes = 0
-        for start in range(0, len(records), RECORDS_PER_READ):
+        for start in range(0, num_streams, RECORDS_PER_READ):
             pipeline = client.pipeline(transaction=False)
-            for index in range(start, min(start + RECORDS_PER_READ, len(records))):
-                pipeline.xrange(f"floor:{index}")
-            num_bytes += sum(len(entries[0][1][b"r"]) for entries in pipeline.execute())
-        client.unlink(*(f"floor:{index}" for index in range(len(records))))
-        return {"num_bytes": num_bytes}
+            for key in keys[start : start + RECORDS_PER_READ]:
+                pipeline.xrange(key)
+            num_bytes += sum(len(entry[b"r"]) for each in pipeline.execute() for _, entry in each)
+        client.unlink(*keys)
+        return num_bytes
+
+    def work(message: dict[str, Any]) -> dict[str, Any]:
+        phase = message.get("phase")
+        if phase != "read":
+            write()
+        return {"num_bytes": read() if phase != "write" else 0}
 
     return work
 

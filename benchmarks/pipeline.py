@@ -6,6 +6,8 @@
 Every stage is a process of its own; CPU seconds are read from outside, from the moment both ends
 are ready until the consumer holds every tensor, so process start and imports are left out. The
 floor is measured in the same run: the same payload through the bare transports.
+
+A second table, "agentic", has trajectories of many small turns: see agentic.py.
 """
 
 from __future__ import annotations
@@ -16,12 +18,23 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from processes import Role, cpu_seconds, peak_memory_mb, serve_role
-from workload import GROUP_SIZE, Checksum, checksum_groups, checksum_row, int64_bytes, make_groups
+import agentic
+from processes import Role, cpu_of_work, cpu_seconds, peak_memory_mb, serve_role
+from workload import (
+    AGENTIC_TURNS,
+    GROUP_SIZE,
+    Checksum,
+    checksum_groups,
+    checksum_row,
+    int64_bytes,
+    make_agentic_groups,
+    make_groups,
+)
 
 HERE = Path(__file__)
 GROUPS_PER_BATCH = 16
@@ -44,7 +57,7 @@ def start_producer(config: dict[str, Any]) -> Any:
             publisher.flush()
             publisher.close_run("all groups published")
             wire_bytes = publisher.statistics().wire_bytes
-        return {"checksum": expected, "wire_bytes": wire_bytes}
+        return {"checksum": expected, "wire_bytes": wire_bytes, "is_closed": True}
 
     return work
 
@@ -97,6 +110,7 @@ def _start_role(name: str) -> Any:
 
     return {
         "producer": start_producer,
+        "agentic_producer": agentic.start_producer,
         "consumer": start_consumer,
         "floor_redis": floor.start_redis_floor,
         "floor_grpc_server": floor.start_grpc_server,
@@ -124,9 +138,13 @@ class Round:
 
 
 class Bench:
-    """The processes of one configuration, used for every round."""
+    """The processes of one configuration, used for every round.
 
-    def __init__(self, *, num_groups: int, torch_threads: int) -> None:
+    With `num_publishers`, so many processes append the turns of the agentic workload. Without, one
+    process publishes whole groups.
+    """
+
+    def __init__(self, *, num_groups: int, torch_threads: int, num_publishers: int = 0) -> None:
         from turnstream_server.embedded import EmbeddedServer
         from turnstream_server.launch.stack import Stack
 
@@ -136,35 +154,54 @@ class Bench:
         self.server.start()
         self.stack = Stack(Path(self.folder.name), store_url=self.server.url)
         self.batcher = self.stack.start_batcher()
-        common = {"redis_url": self.server.url, "groups": num_groups}
-        self.producer = Role(HERE, "producer", common)
+        role = "agentic_producer" if num_publishers else "producer"
+        share = num_groups // max(num_publishers, 1)
+        self.producers = [
+            Role(HERE, role, {"redis_url": self.server.url, "groups": share, "first": first})
+            for first in range(0, num_groups, share)
+        ]
         self.consumer = Role(
             HERE, "consumer", {"batcher": self.batcher.address, "torch_threads": torch_threads}
         )
 
     @property
-    def pids(self) -> dict[str, int]:
+    def pids(self) -> dict[str, list[int]]:
         """Process ids by stage."""
         return {
-            "producer": self.producer.pid,
-            "store": self.server.pid,
-            "batcher": self.batcher.pid,
-            "consumer": self.consumer.pid,
+            "producer": [each.pid for each in self.producers],
+            "store": [self.server.pid],
+            "batcher": [self.batcher.pid],
+            "consumer": [self.consumer.pid],
         }
 
     def round(self, run: str) -> Round:
         """Stream the workload through a new run; the checksum must agree."""
         self._create_run(run)
-        before = {stage: cpu_seconds(pid) for stage, pid in self.pids.items()}
+        before = self._cpu_s()
         message = {"run": run, "start_s": time.monotonic()}
-        self.consumer.send(message)
-        self.producer.send(message)
-        produced, consumed = self.producer.receive(), self.consumer.receive()
-        cpu_s = {stage: cpu_seconds(pid) - before[stage] for stage, pid in self.pids.items()}
+        for role in (self.consumer, *self.producers):
+            role.send(message)
+        produced = [producer.receive() for producer in self.producers]
+        if not produced[0]["is_closed"]:
+            self._close_run(run)
+        consumed, after = self.consumer.receive(), self._cpu_s()
+        cpu_s = {stage: after[stage] - before[stage] for stage in after}
         self.consumer.send({"check": True})
-        if (found := self.consumer.receive()) != produced["checksum"]:
-            raise RuntimeError(f"checksum: sent {produced['checksum']}, received {found}")
-        return Round(cpu_s, consumed["wall_s"], consumed["first_s"], produced["wire_bytes"])
+        sent = sum((Checksum(**each["checksum"]) for each in produced), Checksum(0, 0, 0, 0, 0.0))
+        if (found := Checksum(**self.consumer.receive())) != sent:
+            raise RuntimeError(f"checksum: sent {sent}, received {found}")
+        wire_bytes = sum(each["wire_bytes"] for each in produced)
+        return Round(cpu_s, consumed["wall_s"], consumed["first_s"], wire_bytes)
+
+    def _cpu_s(self) -> dict[str, float]:
+        return {stage: sum(map(cpu_seconds, pids)) for stage, pids in self.pids.items()}
+
+    def _close_run(self, run: str) -> None:
+        from turnstream.store.client.connection import connect
+        from turnstream.store.run.runs import close_run
+
+        with connect(self.server.url) as client:
+            close_run(client, run, "all groups published")
 
     def _create_run(self, run: str) -> None:
         from turnstream.batching.config import BatchingConfig
@@ -186,11 +223,12 @@ class Bench:
 
     def peak_memory_mb(self) -> dict[str, float]:
         """Peak resident memory by stage."""
-        return {stage: peak_memory_mb(pid) for stage, pid in self.pids.items()}
+        return {stage: sum(map(peak_memory_mb, pids)) for stage, pids in self.pids.items()}
 
     def close(self) -> None:
         """Stop every process."""
-        self.producer.stop()
+        for producer in self.producers:
+            producer.stop()
         self.consumer.stop()
         self.stack.stop()
         self.server.stop()
@@ -226,13 +264,42 @@ def measure_floor(
 
 
 def _cpu_of_work(role: Role, *pids: int) -> float:
-    samples = []
-    for _ in range(3):
-        before = sum(cpu_seconds(pid) for pid in pids)
-        role.send({})
-        role.receive()
-        samples.append(sum(cpu_seconds(pid) for pid in pids) - before)
-    return statistics.median(samples)
+    return statistics.median(cpu_of_work([role], {}, pids)[0] for _ in range(3))
+
+
+def measure_agentic(*, num_groups: int, num_rounds: int, publishers: Sequence[int]) -> Any:
+    """Return the CPU of a turn by stage, its floor and all memory, by number of publishers."""
+    num_rows = num_groups * GROUP_SIZE
+    num_turns = num_rows * AGENTIC_TURNS
+    row_bytes = int64_bytes(make_agentic_groups(num_groups))
+    found: dict[str, Any] = {"trajectories": num_rows, "turns": num_turns, "publishers": {}}
+    for num in publishers:
+        bench = Bench(num_groups=num_groups, torch_threads=1, num_publishers=num)
+        try:
+            bench.round(f"warm-up-{num}")
+            rounds = [bench.round(f"round-{num}-{i}") for i in range(num_rounds)]
+            memory_mb = bench.peak_memory_mb()
+            floor_s = agentic.stage_floors(
+                HERE,
+                bench.server.url,
+                bench.server.pid,
+                num_publishers=num,
+                num_turns=num_turns,
+                wire_bytes=rounds[0].wire_bytes,
+                row_bytes=row_bytes,
+            )
+        finally:
+            bench.close()
+        found["publishers"][str(num)] = {
+            "turn_us": {
+                stage: statistics.median(each.cpu_s[stage] for each in rounds) / num_turns * 1e6
+                for stage in floor_s
+            },
+            "floor_us": {stage: each / num_turns * 1e6 for stage, each in floor_s.items()},
+            "memory_mb": memory_mb,
+            "rounds": [asdict(each) for each in rounds],
+        }
+    return found
 
 
 # ------------------------------------------------------------------------------ report
@@ -257,7 +324,7 @@ def report(rounds: list[Round], memory_mb: dict[str, float], *, title: str) -> f
 
 
 def main() -> None:
-    """Run both thread settings and the floor, and print one table."""
+    """Run both thread settings and the floor, then the agentic part, and print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--role")
     parser.add_argument("--groups", type=int, default=128)
@@ -290,7 +357,13 @@ def main() -> None:
         print(f"  over the floor               {total / floor_total:.2f} x\n")
         results[title] = {"cpu_s": total, "wall_s": wall, "rounds": [asdict(r) for r in rounds]}
     print(f"floor, CPU seconds             {sum(floor_s.values()):.3f}   ", end="")
-    print("[" + "  ".join(f"{name} {s:.3f}" for name, s in floor_s.items()) + "]")
+    print("[" + "  ".join(f"{name} {s:.3f}" for name, s in floor_s.items()) + "]\n")
+    results["agentic"] = measure_agentic(
+        num_groups=max(arguments.groups // 2, GROUPS_PER_BATCH),
+        num_rounds=arguments.rounds,
+        publishers=agentic.PUBLISHERS,
+    )
+    agentic.report(results["agentic"])
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(results | {"floor_s": floor_s}, indent=2))

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,22 @@ def _status_mb(pid: int, name: str) -> float:
 
 
 class Role:
-    """A child process that answers one JSON line for every JSON line it is sent."""
+    """A child process that answers one JSON line for every JSON line it is sent.
 
-    def __init__(self, script: Path, name: str, arguments: Mapping[str, Any]) -> None:
+    `python` is its interpreter, by default this one.
+    """
+
+    def __init__(
+        self,
+        script: Path,
+        name: str,
+        arguments: Mapping[str, Any],
+        *,
+        python: str = sys.executable,
+    ) -> None:
         environment = os.environ | arguments.get("environment", {})
         self.process = subprocess.Popen(
-            [sys.executable, str(script), "--role", name],
+            [python, str(script), "--role", name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -77,6 +87,20 @@ class Role:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(timeout=10)
+
+
+def cpu_of_work(
+    roles: Sequence[Role], message: Mapping[str, Any], *pids: Sequence[int]
+) -> tuple[float, ...]:
+    """Return the CPU seconds of each list of processes while all roles work on a message."""
+    before = [sum(map(cpu_seconds, each)) for each in pids]
+    for role in roles:
+        role.send(message)
+    for role in roles:
+        role.receive()
+    return tuple(
+        sum(map(cpu_seconds, each)) - start for each, start in zip(pids, before, strict=True)
+    )
 
 
 def serve_role(

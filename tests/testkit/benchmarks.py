@@ -21,10 +21,10 @@ class Measured(NamedTuple):
 
 def run_benchmark(name: str, folder: Path, *options: str) -> Measured:
     """Run `benchmarks/<name>.py` with files in a folder; `--tiny` is the default option."""
-    results, page = folder / f"{name}.json", folder / "page.md"
+    results, page, kept = folder / f"{name}.json", folder / "page.md", folder / "kept.json"
     done = _run(f"{name}.py", *(options or ["--tiny"]), "--json", results)
     page.write_text(f"<!-- figures: {name} -->\n<!-- end of figures -->\n")
-    _run("page.py", "--results", folder, "--page", page)
+    _run("page.py", "--results", folder, "--kept", kept, "--page", page)
     return Measured(json.loads(results.read_text()), done, page.read_text())
 
 

@@ -17,11 +17,15 @@ from turnstream.optional import from_extra
 
 REPOSITORY = Path(__file__).parents[2]
 RECORDS = {"pyarrow", "grpc", "torch", "redis", "httpx", "hypothesis", "pydantic"}
+SERVICES = {
+    *("torch", "pyarrow", "grpc", "prometheus_client", "fastapi", "turnstream.worker"),
+    *("turnstream.generator", "turnstream_server.bootstrap", "turnstream_server.trainer"),
+}
 
 
 def modules_loaded_by(code: str) -> set[str]:
-    """The top-level packages that a fresh interpreter has loaded after running `code`."""
-    probe = f"{code}\nimport sys; print(*{{name.split('.')[0] for name in sys.modules}})"
+    """The modules that a fresh interpreter has loaded after running `code`."""
+    probe = f"{code}\nimport sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, check=True, text=True)
     return set(done.stdout.split())
 
@@ -36,7 +40,10 @@ def modules_loaded_by(code: str) -> set[str]:
             "import turnstream.generator, turnstream.service",
             {"torch", "pyarrow", "grpc", "httpx2", "pydantic", "turnstream_server"},
         ),
-        ("import turnstream_server.cli", {"torch", "pyarrow", "grpc", "transformers"}),
+        ("import turnstream.run", {"turnstream.generator", "turnstream.worker"}),
+        ("import turnstream_server.cli", {"redis", "numpy", "turnstream_server.trainer"}),
+        ("from turnstream_server.cli.options import store_url; store_url('')", SERVICES),
+        ("import turnstream_server.console.runs", SERVICES),
         ("import turnstream.worker", {"torch"}),
         ("import turnstream.records.batches", RECORDS - {"pyarrow"}),
         ("from turnstream.records import configs, events, manifests, statuses, turns", RECORDS),

@@ -1,7 +1,7 @@
 """The command `turnstream`: jobs here, the other commands in the modules of this folder.
 
-Imports of torch, gRPC and the services stand inside the command that uses them, so that
-`turnstream --help` answers at once.
+Imports of torch, gRPC and the services stand inside the command that uses them. The options of
+the services are loaded by `turnstream serve` and by the help.
 """
 
 from __future__ import annotations
@@ -11,14 +11,33 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from turnstream.errors import TurnstreamError
-from turnstream_server.cli import dead, key, run, serve, store
+from turnstream_server.cli import dead, key, run, store
 from turnstream_server.cli.options import console, environment, interruptible
 from turnstream_server.options import DemoOptions, ReplayOptions, with_options
 
+
+class _Commands(TyperGroup):
+    """All commands; `serve` is built at its first use: its options cost 40 ms of CPU time."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), "serve"]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name != "serve":
+            return super().get_command(ctx, cmd_name)
+        from turnstream_server.cli import serve
+
+        command = typer.main.get_command(serve.app)
+        command.name = "serve"
+        return command
+
+
 app = typer.Typer(
     name="turnstream",
+    cls=_Commands,
     help="The data service between LLM rollouts and training.",
     no_args_is_help=True,
     add_completion=False,
@@ -117,7 +136,6 @@ app.add_typer(store.app)
 app.add_typer(run.app, name="run")
 app.add_typer(dead.app, name="dead")
 app.add_typer(key.app, name="key")
-app.add_typer(serve.app, name="serve")
 
 
 def main() -> None:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def group(help_: str) -> typer.Typer:
     """Return a group of commands, which prints its help when it is called without one."""
-    return typer.Typer(help=help_, no_args_is_help=True, rich_markup_mode="rich")
+    return typer.Typer(
+        help=help_, no_args_is_help=True, rich_markup_mode="rich", add_completion=False
+    )
 
 
 def environment() -> Settings:
@@ -29,11 +31,11 @@ def environment() -> Settings:
 
 def store_url(given: str) -> str:
     """Return the address of the store, from the option `--redis` or the environment."""
-    from turnstream_server import bootstrap, failpoints
+    from turnstream_server import failpoints, waits
 
     settings = environment()
     failpoints.arm(settings.failpoint)
-    return bootstrap.store_url(settings, given)
+    return waits.store_url(settings, given)
 
 
 def console() -> Console:

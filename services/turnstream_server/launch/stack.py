@@ -141,13 +141,27 @@ class Stack:
         """Start a batcher, and return when it answers."""
         return self.start_listening("batcher", name, listen=listen)
 
-    def start_listening(self, kind: str, name: str, **options: object) -> Service:
-        """Start a service that writes its address to a file, and return once it has."""
-        address_file = self.folder / f"{name}.address"
+    def start_listening(
+        self, kind: str, name: str, *, waits: bool = True, **options: object
+    ) -> Service:
+        """Start a service that writes its address to a file, and return once it has.
+
+        Without `waits`, return at once; `wait_for_address` waits.
+        """
+        address_file = self._address_file(name)
         address_file.unlink(missing_ok=True)
         service = self.start(kind, name, address_file=address_file, **options)
-        service.address = self.wait_for_file(address_file, of=service, timeout_s=_READY_S)
+        if waits:
+            self.wait_for_address(service)
         return service
+
+    def wait_for_address(self, service: Service) -> None:
+        """Wait until a service has written its address to its file."""
+        path = self._address_file(service.name)
+        service.address = self.wait_for_file(path, of=service, timeout_s=_READY_S)
+
+    def _address_file(self, name: str) -> Path:
+        return self.folder / f"{name}.address"
 
     def start(self, kind: str, name: str, *arguments: str, **options: object) -> Service:
         """Start `turnstream serve <kind>` as a process called `name`.

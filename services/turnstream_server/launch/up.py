@@ -52,13 +52,20 @@ def run_up(
         open_store(with_data, port=settings.store_port) as url,
         Stack(folder, store_url=url) as stack,
     ):
-        found = [f"store    {mask_password(url)}"]
-        for number, port in enumerate(ports):
-            batcher = stack.start_batcher(f"batcher-{number}", listen=f"{host}:{port}")
-            found.append(f"batcher  {batcher.address}")
+        # All begin before the first is ready: a start is mostly imports, on a core of its own.
+        batchers = [
+            stack.start_listening(
+                "batcher", f"batcher-{number}", listen=f"{host}:{port}", waits=False
+            )
+            for number, port in enumerate(ports)
+        ]
         listen = f"{settings.http_host}:{settings.http_port}"
         http_url = start_gateway(stack, folder=folder, listen=listen)
-        found += [
+        for batcher in batchers:
+            stack.wait_for_address(batcher)
+        found = [
+            f"store    {mask_password(url)}",
+            *(f"batcher  {batcher.address}" for batcher in batchers),
             f"gateway  {http_url}",
             f"logs     {folder / 'logs'}",
             f"export TURNSTREAM_REDIS_URL={mask_password(url)}",

@@ -18,6 +18,7 @@ from testkit.benchmarks import BENCHMARKS, run_benchmark
 pytestmark = [pytest.mark.redis, pytest.mark.grpc]
 
 CAMPAIGN = pytest.mark.campaign
+PIPELINE = ("--groups", "32", "--rounds", "1")
 IDLE = ("--runs", "2", "--settle", "0.5", "--window", "0.5")
 
 
@@ -35,6 +36,8 @@ IDLE = ("--runs", "2", "--settle", "0.5", "--window", "0.5")
                 ("release", (), "", "Throughput with the budget over without: "),
                 ("idle", IDLE, "", "| 2 closed |"),
                 ("ingest", (), "x Redis", "| SDK over Redis |"),
+                ("cold", (), "x floor", "| turnstream status |"),
+                ("pipeline", PIPELINE, "agentic", "| 8 publishers |"),
                 ("training", (), "a worker waits", "| merged packed |"),
                 ("sampling", (), "continuous is", "| padded batch |"),
             )

@@ -24,8 +24,8 @@ import turnstream
 from testkit import wait_until
 from testkit.services.stores import client_of
 from turnstream.records.turns import decode_turn
-from turnstream.service import DEFAULT_URL
 from turnstream.store.client import keys
+from turnstream.store.client.addresses import DEFAULT_URL
 from turnstream.store.client.connection import connect
 from turnstream.store.run.evals import eval_results
 from turnstream.store.run.tasks import read_prompt_counts

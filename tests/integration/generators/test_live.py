@@ -32,7 +32,6 @@ from turnstream.types import (
     VersionAnnounced,
 )
 from turnstream.types.names import RunId
-from turnstream_server.bootstrap import generator_url, wait_for_run
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.generators import live
 from turnstream_server.generators.config import LiveGeneratorConfig
@@ -48,6 +47,7 @@ from turnstream_server.observed import run_check
 from turnstream_server.settings import Settings
 from turnstream_server.telemetry.readiness import store_check
 from turnstream_server.trainer.publishing import serve_weights
+from turnstream_server.waits import generator_url, wait_for_run
 
 
 class LiveRun(NamedTuple):

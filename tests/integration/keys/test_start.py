@@ -18,7 +18,7 @@ from testkit import wait_until
 from testkit.services.observed_processes import Processes
 from turnstream.errors import AccessDeniedError, InvalidConfigError, UnknownKeyError
 from turnstream.store.client.connection import connect
-from turnstream_server import bootstrap, cli
+from turnstream_server import cli, waits
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.keys.store import KEYS, create_key, list_keys, requires_key, revoke_key
 from turnstream_server.settings import Settings
@@ -151,8 +151,8 @@ def test_service_waits_for_the_file_of_its_key(tmp_path: Path) -> None:
     settings = Settings(key_file=tmp_path / "key", start_wait_s=0)
 
     with pytest.raises(turnstream.errors.UnavailableError, match="does not exist yet"):
-        bootstrap.wait_for_own_key(settings)
-    bootstrap.wait_for_own_key(settings.model_copy(update={"key_file": None}))
+        waits.wait_for_own_key(settings)
+    waits.wait_for_own_key(settings.model_copy(update={"key_file": None}))
 
 
 @pytest.mark.slow

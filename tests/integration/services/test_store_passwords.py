@@ -11,7 +11,7 @@ import pytest
 import turnstream
 from testkit.services.compose import LocalStack
 from turnstream.errors import StoreUnavailableError
-from turnstream_server import bootstrap
+from turnstream_server import waits
 from turnstream_server.ledger.core.stores import open_store
 from turnstream_server.settings import Settings
 
@@ -23,7 +23,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     """Run a store whose users have passwords."""
     with LocalStack(tmp_path_factory.mktemp("passwords")) as stack:
         stack.start_store()
-        bootstrap.wait_for_store(stack.store_url("operator"), durability="everysec", timeout_s=30)
+        waits.wait_for_store(stack.store_url("operator"), durability="everysec", timeout_s=30)
         yield stack
 
 
@@ -41,9 +41,9 @@ def test_url_has_the_password_of_the_file_and_settings_do_not_show_it(
 ) -> None:
     with turnstream.connect() as service, open_store(settings) as url:
         assert service.runs() == []
-        assert url == bootstrap.store_url(settings) == stack.store_url("operator")
+        assert url == waits.store_url(settings) == stack.store_url("operator")
     own = "redis://operator:own@127.0.0.1:1"
-    assert bootstrap.store_url(settings, own) == own
+    assert waits.store_url(settings, own) == own
     password = (stack.volume("store-operator") / "password").read_text()
     assert password not in f"{settings.printable()} {settings!r}"
 
@@ -51,13 +51,13 @@ def test_url_has_the_password_of_the_file_and_settings_do_not_show_it(
 def test_service_waits_for_the_file_of_its_password(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bootstrap, "_RETRY_S", 0.05)
+    monkeypatch.setattr(waits, "_RETRY_S", 0.05)
     file = tmp_path / "password"
     settings = settings.model_copy(update={"redis_password_file": file})
     timer = threading.Timer(0.4, lambda: file.write_text("from/file\n"))
     timer.start()
 
-    url = bootstrap.store_url(settings)
+    url = waits.store_url(settings)
 
     timer.join()
     assert "operator:from%2Ffile@" in url
@@ -73,4 +73,4 @@ def test_missing_password_names_the_variable_and_the_file(
     changes = {"redis_password_file": file, "start_wait_s": 0.0}
 
     with pytest.raises(StoreUnavailableError, match=f"TURNSTREAM_REDIS_PASSWORD_FILE={file}"):
-        bootstrap.store_url(settings.model_copy(update=changes))
+        waits.store_url(settings.model_copy(update=changes))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.from_settings import with_settings
 from turnstream.calls import Calls, connect_calls
-from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.run.credits import Credit
 from turnstream.store.run.rewards import RewardOutcome
 from turnstream.store.run.tasks import Prompt
@@ -16,6 +15,7 @@ from turnstream.types import Leftover, TrajectoryKey, VersionAnnounced
 from turnstream.types.names import RunId
 
 if TYPE_CHECKING:
+    from turnstream.generator import AsyncPublisher, Publisher
     from turnstream.worker.steps import Batches
 
 
@@ -48,10 +48,15 @@ class Run:
 
         `writer` names this generator; `options` are the other arguments of `Publisher`.
         """
+        # Here and not above: a trainer, and a command that reads the store, publish nothing.
+        from turnstream.generator import Publisher
+
         return Publisher(self._url, self._id, writer=writer, **options)
 
     def async_publisher(self, writer: str | None = None, **options: Any) -> AsyncPublisher:
         """Return a publisher for asyncio, with the same arguments as `publisher`."""
+        from turnstream.generator import AsyncPublisher
+
         return AsyncPublisher(self._url, self._id, writer=writer, **options)
 
     def batches(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.config.from_settings import config_from_settings
@@ -11,6 +11,8 @@ from turnstream.calls import connect_calls
 from turnstream.errors import InvalidConfigError, StoreUnavailableError
 from turnstream.run import Run
 from turnstream.store.client.addresses import (
+    DEFAULT_URL,
+    URL_VARIABLE,
     address_of,
     checked_url,
     is_http,
@@ -21,11 +23,6 @@ from turnstream.store.client.addresses import (
 from turnstream.store.client.api_keys import own_key
 from turnstream.store.client.passwords import with_own_password
 from turnstream.types.names import RunId
-
-DEFAULT_URL: Final = "redis://127.0.0.1:7379"
-"""Where `turnstream up` keeps its store."""
-
-URL_VARIABLE: Final = "TURNSTREAM_REDIS_URL"
 
 
 def connect(url: str | None = None, *, api_key: str | None = None) -> Service:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Final
 
-from turnstream.service import URL_VARIABLE
+from turnstream.store.client.addresses import URL_VARIABLE
 from turnstream.store.client.connection import connect
 from turnstream.store.client.replies import translating
 from turnstream.store.client.server_checks import SYNCS_OF

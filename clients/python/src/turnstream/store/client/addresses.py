@@ -12,6 +12,11 @@ from turnstream.errors import InvalidConfigError
 from turnstream.store.client.api_keys import own_key
 from turnstream.types.names import quoted, text_trouble
 
+DEFAULT_URL: Final = "redis://127.0.0.1:7379"
+"""Where `turnstream up` keeps its store."""
+
+URL_VARIABLE: Final = "TURNSTREAM_REDIS_URL"
+
 _PORT: Final = 6379
 _PORTS: Final = {"http": 80, "https": 443}
 

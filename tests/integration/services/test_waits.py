@@ -19,7 +19,7 @@ from turnstream.errors import (
 from turnstream.store.client.scripts import run_command
 from turnstream.store.run.batchers import register_command
 from turnstream.store.run.runs import create_run
-from turnstream_server import bootstrap
+from turnstream_server import waits
 from turnstream_server.embedded import EmbeddedServer, free_port
 from turnstream_server.ledger.core import stores
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.redis
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "_RETRY_S", 0.05)
+    monkeypatch.setattr(waits, "_RETRY_S", 0.05)
     monkeypatch.setattr("turnstream.store.waits.wait_warnings.FIRST_S", 0.1)
 
 
@@ -43,12 +43,12 @@ def test_wait_for_run_ends_with_the_run_or_an_error_that_names_it(
 ) -> None:
     timer = later(lambda: create_run(client, "late run", config()))
 
-    bootstrap.wait_for_run(server.url, "late run", timeout_s=30)
+    waits.wait_for_run(server.url, "late run", timeout_s=30)
 
     timer.join()
     assert "no run named 'late run'" in caplog.text
     with pytest.raises(RunNotFoundError, match="'never'"):
-        bootstrap.wait_for_run(server.url, "never", timeout_s=0.2)
+        waits.wait_for_run(server.url, "never", timeout_s=0.2)
 
 
 def test_wait_for_batcher_returns_all_registered_addresses(
@@ -56,20 +56,20 @@ def test_wait_for_batcher_returns_all_registered_addresses(
 ) -> None:
     timer = later(lambda: run_command(client, register_command("one:7600")))
 
-    found = bootstrap.wait_for_batcher(server.url, timeout_s=30)
+    found = waits.wait_for_batcher(server.url, timeout_s=30)
 
     timer.join()
     run_command(client, register_command("one:7600", lease_s=0))
     assert found == "one:7600"
     with pytest.raises(BatcherUnavailableError, match="no batcher is registered"):
-        bootstrap.wait_for_batcher(server.url, timeout_s=0.2)
+        waits.wait_for_batcher(server.url, timeout_s=0.2)
 
 
 def test_wait_for_store_names_the_store_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
     began_s = time.monotonic()
 
     with pytest.raises(StoreUnavailableError, match="cannot be reached"):
-        bootstrap.wait_for_store("redis://127.0.0.1:1", durability="everysec", timeout_s=0.5)
+        waits.wait_for_store("redis://127.0.0.1:1", durability="everysec", timeout_s=0.5)
 
     assert time.monotonic() - began_s >= 0.5
     assert "waiting for" in caplog.text
@@ -83,7 +83,7 @@ def test_wait_for_store_reports_one_that_never_answers(
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
 
         with pytest.raises(StoreUnavailableError, match="has not answered in time"):
-            bootstrap.wait_for_store(url, durability="everysec", timeout_s=0.5)
+            waits.wait_for_store(url, durability="everysec", timeout_s=0.5)
 
     assert "has not answered in time" in caplog.text
 
@@ -94,7 +94,7 @@ def test_wait_for_store_returns_when_the_store_starts() -> None:
     began_s = time.monotonic()
     timer = later(server.start)
 
-    bootstrap.wait_for_store(url, durability="everysec", timeout_s=30)
+    waits.wait_for_store(url, durability="everysec", timeout_s=30)
     waited_s = time.monotonic() - began_s
 
     try:

@@ -1,0 +1,128 @@
+"""The agentic part of the whole-path benchmark: many small turns, appended one by one.
+
+Each trajectory of a group has an asyncio task, which appends its turns and seals it. The figures
+are CPU microseconds of each process per turn; opening, sealing, planning and rows are included.
+
+The floor of a stage is measured in the same run, with the same number and size of records:
+
+- producer: XADD by redis-py, one turn of each trajectory of a group in a pipeline;
+- store: these XADD, and XRANGE of all streams;
+- batcher: XRANGE by redis-py, the rows through a stream of grpcio, and one copy by numpy;
+- consumer: the stream of grpcio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from processes import Role, cpu_of_work
+from workload import AGENTIC_TURNS, GROUP_SIZE, checksum_groups, make_agentic_groups
+
+PUBLISHERS = (1, 8)
+
+
+def start_producer(config: dict[str, Any]) -> Any:
+    """Append every turn of this process's share of the groups, one group after the other."""
+    from turnstream.generator import AsyncPublisher
+
+    groups = make_agentic_groups(config["groups"], first=config["first"])
+    expected = asdict(checksum_groups(groups))
+
+    async def write(trajectory: Any, writer: Any) -> None:
+        for turn in trajectory.turns:
+            await writer.append(
+                turn.prompt_ids,
+                turn.response_ids,
+                logprobs=turn.logprobs,
+                loss_mask=turn.loss_mask,
+            )
+        await writer.seal(trajectory.reward)
+
+    async def publish(run: str) -> int:
+        async with AsyncPublisher(config["redis_url"], run) as publisher:
+            for group in groups:
+                opened = publisher.group(group.group_id, GROUP_SIZE, prompt_uid=group.prompt_uid)
+                async with opened as writers:
+                    await asyncio.gather(*map(write, group.trajectories, writers))
+            await publisher.flush()
+            return publisher.statistics().wire_bytes
+
+    def work(message: dict[str, Any]) -> dict[str, Any]:
+        wire_bytes = asyncio.run(publish(message["run"]))
+        return {"checksum": expected, "wire_bytes": wire_bytes, "is_closed": False}
+
+    return work
+
+
+def stage_floors(
+    script: Path,
+    redis_url: str,
+    server_pid: int,
+    *,
+    num_publishers: int,
+    num_turns: int,
+    wire_bytes: int,
+    row_bytes: int,
+) -> dict[str, float]:
+    """Return the CPU seconds of the bare transports by stage, for turns of the same size."""
+    with ExitStack() as running:
+
+        def start(kind: str, **config: Any) -> Role:
+            role = Role(script, f"floor_{kind}", config)
+            running.callback(role.stop)
+            return role
+
+        writers = [
+            start(
+                "redis",
+                redis_url=redis_url,
+                name=f"floor-{number}",
+                num_records=num_turns // num_publishers,
+                records_per_stream=AGENTIC_TURNS,
+                record_bytes=wire_bytes // num_turns,
+            )
+            for number in range(num_publishers)
+        ]
+        pids = [role.pid for role in writers]
+        samples: list[tuple[float, ...]] = []
+        for _ in range(5):
+            write_s = cpu_of_work(writers, {"phase": "write"}, pids, [server_pid])
+            read_s = cpu_of_work(writers, {"phase": "read"}, pids, [server_pid])
+            samples.append((*write_s, *read_s))
+        producer_s, store_write_s, batcher_s, store_read_s = _medians(samples)
+        server = start("grpc_server", num_bytes=row_bytes)
+        server.send({})
+        client = start("grpc_client", port=server.receive()["port"])
+        send_s, consumer_s = _medians(
+            [cpu_of_work([client], {}, [server.pid], [client.pid]) for _ in range(5)]
+        )
+        copy = start("numpy", num_bytes=row_bytes, num_batches=8)
+        (copy_s,) = _medians([cpu_of_work([copy], {}, [copy.pid]) for _ in range(5)])
+    return {
+        "producer": producer_s,
+        "store": store_write_s + store_read_s,
+        "batcher": batcher_s + send_s + copy_s,
+        "consumer": consumer_s,
+    }
+
+
+def _medians(samples: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.median(column) for column in zip(*samples, strict=True)]
+
+
+def report(found: dict[str, Any]) -> None:
+    """Print one line per stage, for each number of publishers."""
+    print(f"agentic: {found['trajectories']} trajectories, {found['turns']} turns")
+    for num, each in found["publishers"].items():
+        print(f"  {num} publishers: CPU microseconds per turn, and times the floor")
+        for stage, turn_us in each["turn_us"].items():
+            times = turn_us / each["floor_us"][stage]
+            print(f"    {stage:10} {turn_us:8.1f} {times:8.2f} x")
+        memory = "  ".join(f"{stage} {mb:.0f}" for stage, mb in each["memory_mb"].items())
+        print(f"    peak memory, MB  {sum(each['memory_mb'].values()):.0f}   [{memory}]")
