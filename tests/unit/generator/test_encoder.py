@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from testkit import assert_same, group, trajectory, turn
 from testkit.strategies import declared_columns, trees, with_extras
-from turnstream.batching.merge.merging import anchor_hash
+from turnstream.batching.merge.merging import anchor_hash, store_turns
 from turnstream.errors import InvalidTurnError
 from turnstream.generator.api.work import adopted_turns
 from turnstream.generator.encode import checks, encoder
 from turnstream.generator.encode.encoder import TrajectoryDraft, draft_group
-from turnstream.records.events import decode_event
-from turnstream.records.turns import decode_turn
+from turnstream.records.events import decode_event, encode_event
+from turnstream.records.turns import decode_turn, encode_turn
 from turnstream.types import (
     DeclaredColumn,
     SealedTrajectory,
@@ -28,6 +28,10 @@ from turnstream.types import (
 )
 
 KEY = TrajectoryKey("g", 0)
+NO_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("reward", "reward_components", "sampling", "tags", "metrics")),
+    "status": Status.COMPLETED,
+}
 
 
 def draft(*turns: Turn) -> TrajectoryDraft:
@@ -38,9 +42,7 @@ def draft(*turns: Turn) -> TrajectoryDraft:
 
 
 def seal(made: TrajectoryDraft, epoch: int = 1, **fields: Any) -> SealedTrajectory:
-    nothing = dict.fromkeys(("reward", "reward_components", "sampling", "tags", "metrics"))
-    values: dict[str, Any] = {**nothing, "status": Status.COMPLETED, **fields}
-    event = decode_event(made.seal(**values).make(epoch))
+    event = decode_event(made.seal(**{**NO_FIELDS, **fields}).make(epoch))
     assert isinstance(event, SealedTrajectory)
     return event
 
@@ -191,6 +193,27 @@ def episodes(draw: st.DrawFn) -> tuple[tuple[Turn, ...], tuple[DeclaredColumn, .
     """Turns of a trajectory, and what their run declares; half of the runs declare nothing."""
     declared = draw(st.just(()) | declared_columns())
     return draw(with_extras(draw(trees(max_turns=5)), declared, agrees=True)), declared
+
+
+@given(episode=episodes(), ended=st.booleans())
+def test_draft_has_the_records_of_stored_turns(
+    episode: tuple[tuple[Turn, ...], tuple[DeclaredColumn, ...]], ended: bool
+) -> None:
+    # The draft packs the arrays of its turns without the values in between.
+    turns, declared = episode
+    made = TrajectoryDraft(KEY, extra_columns=declared)
+    records = [made.add(one).record for one in turns[: -ended or None]]
+    records += [made.add_last(one).record for one in turns[len(records) :]]
+
+    stored = store_turns(turns, extra_columns=declared)
+
+    assert records == [encode_turn(one) for one in stored]
+    event = seal(made, epoch=3)
+    assert event.turns == tuple(one.shape for one in stored)
+    assert event.lease_epoch == 3
+    for epoch in (1, 2**31):  # a trajectory that is opened again has another epoch
+        made_again = made.seal(**{**NO_FIELDS, "reward": 0.0}).make(epoch)
+        assert made_again == encode_event(replace(event, lease_epoch=epoch, reward=0.0))
 
 
 @given(episode=episodes(), num_stored=st.integers(0, 5))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from testkit import assert_same, ids, stored_turn
 from testkit.strategies import stored_turns
@@ -17,6 +20,7 @@ from turnstream.records.turns import decode_turn, encode_turn
 from turnstream.types import ExtraPiece, StoredTurn, VersionRun
 from turnstream.wire.v1 import records_pb2 as wire
 
+COLUMNS = ("token_ids", "logprobs", "rewards", "token_weights", "loss_mask")
 ROUTES = np.arange(12, dtype=np.uint8).reshape(2, 3, 2)
 
 
@@ -44,6 +48,35 @@ def test_decoded_turn_is_the_encoded_one(turn: StoredTurn):
     decoded = decode_turn(record)
 
     assert_same(decoded, replace(turn, payload_crc=crc_of(record)))
+
+
+@given(turn=stored_turns(), num_more=st.sampled_from([0, 120, 121, 128, 16_370, 16_384, 2**21]))
+def test_records_have_the_bytes_of_one_header_message(turn: StoredTurn, num_more: int):
+    # The lengths of arrays have one byte in the header below 128, two below 16,384, then more.
+    turn = replace(turn, token_ids=np.resize(turn.token_ids, len(turn.token_ids) + num_more))
+    columns = {name: getattr(turn, name) for name in COLUMNS if getattr(turn, name) is not None}
+    pieces = {name: ExtraPiece(0, values) for name, values in columns.items()}
+    pieces |= {f"extra.{name}": turn.extras[name] for name in sorted(turn.extras)}
+    header = wire.TurnHeader(
+        index=turn.index,
+        parent_turn=turn.parent_turn,
+        shared_tokens=turn.shared_tokens,
+        num_response_tokens=turn.num_response_tokens,
+        arrays=[
+            wire.ArraySpec(name=name, dtype=v.dtype.name, shape=v.shape, num_shared=shared)
+            for name, (shared, v) in pieces.items()
+        ],
+        version_runs=[wire.VersionRun(version=v, count=n) for v, n in turn.version_runs],
+        anchor=turn.anchor,
+    ).SerializeToString()
+    version = "token_weights" in columns
+
+    record = encode_turn(turn)
+
+    prefix = struct.pack("<2s1sBI", b"TS", b"T", version, len(header))
+    body = b"".join(values.tobytes() for _, values in pieces.values())
+    checked = prefix + header + bytes(-len(header) % 8) + body
+    assert record == checked + struct.pack("<I", zlib.crc32(checked))
 
 
 def test_arrays_that_say_nothing_are_not_sent():

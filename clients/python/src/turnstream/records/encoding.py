@@ -82,6 +82,7 @@ _PREFIX: Final = struct.Struct("<2s1sBI")
 _CRC: Final = struct.Struct("<I")
 _WHOLE_CRC: Final = 0x2144DF1C
 """CRC-32 of any bytes that end with their own CRC-32."""
+_PADDING: Final = [bytes(-length % 8) for length in range(8)]
 
 
 class Frame(NamedTuple):
@@ -101,9 +102,9 @@ def write_frame(
     if version is None:
         version = _VERSIONS.get(kind, MAJOR_VERSION)
     prefix = _PREFIX.pack(b"TS", kind, version, len(header))
-    parts: list[Any] = [prefix, header, bytes(-len(header) % 8), *body]
+    parts: list[Any] = [b"".join((prefix, header, _PADDING[len(header) % 8])), *body]
     crc = 0
-    for part in parts:
+    for part in parts:  # the CRC of the joined bytes would need a second copy of them
         crc = zlib.crc32(part, crc)
     parts.append(_CRC.pack(crc))
     return b"".join(parts)

@@ -5,10 +5,11 @@ No plan can hold an event that exceeds the limits on its values.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Final, TypeVar, cast, get_args
+from typing import Any, Final, NamedTuple, TypeVar, cast, get_args
 
 from turnstream.errors import CorruptRecordError, UnknownFormatError
 from turnstream.records.encoding import (
@@ -50,6 +51,10 @@ MAX_NUMBER: Final = 2**31 - 1
 """Largest number of a sample or an attempt."""
 
 _shape_values: Final = attrgetter(*TurnShape._fields)
+_SEAL_FIELDS: Final = (
+    *("status", "reward", "reward_components", "oldest_version", "newest_version"),
+    *("num_payload_bytes", "has_logprobs", "sampling", "tags", "metrics", "awaits_reward"),
+)
 _STATUSES: Final = {status.value: status for status in Status}
 
 _NAMES: Final[dict[type, str]] = {
@@ -72,8 +77,12 @@ def encode_event(event: Event) -> bytes:
 
     The seal of a trajectory is this record, in its turns and in the events of the run.
     """
-    part = _encode_seal(event) if isinstance(event, SealedTrajectory) else to_message(event)
-    message = wire.Event(**cast("dict[str, Any]", {_NAMES[type(event)]: part}))
+    if isinstance(event, SealedTrajectory):
+        return _seal_writer_of(event)(event.lease_epoch)
+    return _record_of(wire.Event(**{_NAMES[type(event)]: to_message(event)}))
+
+
+def _record_of(message: wire.Event) -> bytes:
     # Maps have no order of their own, and a repeated seal must have the same bytes.
     return write_frame(EVENT, message.SerializeToString(deterministic=True))
 
@@ -93,40 +102,63 @@ def decode_event(record: bytes) -> Event:
     return event
 
 
-def _encode_seal(event: SealedTrajectory) -> wire.TrajectorySealed:
+class SealedTurn(NamedTuple):
+    """The description of one turn in a seal; see SealedTrajectory."""
+
+    shape: TurnShape
+    reward: float
+    payload_crc: int
+    versions: Sequence[VersionRun]
+    anchor: int | None
+
+
+def seal_writer(
+    key: TrajectoryKey, turns: Iterable[SealedTurn], *, has_versions: bool, **fields: Any
+) -> Callable[[int], bytes]:
+    """Return the function that makes the record of a seal for a lease epoch.
+
+    `fields` are the other fields of SealedTrajectory.
+    """
+    sealed: dict[str, Any] = {
+        **fields,  # an empty map costs a microsecond, None nothing
+        "key": {"group_id": key.group_id, "sample": key.sample, "attempt": key.attempt},
+        "turns": [
+            {
+                "parent_turn": shape.parent_turn,
+                "shared_tokens": shape.shared_tokens,
+                "num_new_prompt_tokens": shape.num_new_prompt_tokens,
+                "num_response_tokens": shape.num_response_tokens,
+                "num_trained_tokens": shape.num_trained_tokens,
+                "reward": reward,
+                "payload_crc": crc,
+                "trained_versions": [{"version": v, "count": n} for v, n in versions]
+                if has_versions
+                else None,
+                "anchor": anchor,
+            }
+            for shape, reward, crc, versions, anchor in turns
+        ],
+    }
+    message = wire.Event(trajectory_sealed=cast("Any", sealed))
+
+    def write(epoch: int) -> bytes:
+        message.trajectory_sealed.lease_epoch = epoch
+        return _record_of(message)
+
+    return write
+
+
+def _seal_writer_of(event: SealedTrajectory) -> Callable[[int], bytes]:
     versions = event.turn_versions or ((),) * len(event.turns)
     anchors = event.anchors or (None,) * len(event.turns)
     turns = zip(
         *(event.turns, event.turn_rewards, event.payload_crcs, versions, anchors), strict=True
     )
-    return wire.TrajectorySealed(  # an empty map costs a microsecond, None nothing
-        key=_encode_key(event.key),
-        lease_epoch=event.lease_epoch,
-        status=event.status.value,
-        reward=event.reward,
-        reward_components=event.reward_components or None,
-        turns=[
-            wire.TurnShape(
-                parent_turn=shape.parent_turn,
-                shared_tokens=shape.shared_tokens,
-                num_new_prompt_tokens=shape.num_new_prompt_tokens,
-                num_response_tokens=shape.num_response_tokens,
-                num_trained_tokens=shape.num_trained_tokens,
-                reward=reward,
-                payload_crc=crc,
-                trained_versions=[wire.VersionRun(version=v, count=n) for v, n in own],
-                anchor=anchor,
-            )
-            for shape, reward, crc, own, anchor in turns
-        ],
-        oldest_version=event.oldest_version,
-        newest_version=event.newest_version,
-        num_payload_bytes=event.num_payload_bytes,
-        has_logprobs=event.has_logprobs,
-        sampling=event.sampling or None,
-        tags=event.tags or None,
-        metrics=event.metrics or None,
-        awaits_reward=event.awaits_reward,
+    return seal_writer(
+        event.key,
+        itertools.starmap(SealedTurn, turns),
+        has_versions=bool(event.turn_versions),
+        **{name: getattr(event, name) for name in _SEAL_FIELDS},
     )
 
 
@@ -176,10 +208,6 @@ def _decode_seal(message: wire.TrajectorySealed) -> SealedTrajectory:
         metrics=_sorted(message.metrics),
         awaits_reward=message.awaits_reward,
     )
-
-
-def _encode_key(key: TrajectoryKey) -> wire.TrajectoryKey:
-    return wire.TrajectoryKey(group_id=key.group_id, sample=key.sample, attempt=key.attempt)
 
 
 def _decode_key(key: wire.TrajectoryKey) -> TrajectoryKey:

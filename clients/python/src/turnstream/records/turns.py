@@ -9,7 +9,7 @@ an older release refuse them, and do not train the tokens unweighted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -26,7 +26,7 @@ from turnstream.records.encoding import (
     read_frame,
     write_frame,
 )
-from turnstream.types import NO_PARENT, ExtraPiece, StoredTurn, VersionRun
+from turnstream.types import NO_PARENT, ExtraPiece, StoredTurn, Turn, TurnShape, VersionRun
 from turnstream.types.extras import EXTRA_DTYPES
 from turnstream.wire.v1 import records_pb2 as wire
 
@@ -47,36 +47,109 @@ _TYPES: Final = {
     "loss_mask": _ArrayType(np.dtype("u1"), "uint8"),
 }
 
+_SPEC_HEADS: Final = {
+    name: [
+        wire.TurnHeader(
+            arrays=[wire.ArraySpec(name=name, dtype=known.name, shape=(1 << 7 * num_bytes - 7,))]
+        ).SerializeToString()[:-num_bytes]
+        for num_bytes in (1, 2)
+    ]
+    for name, known in _TYPES.items()
+}
+"""Messages of arrays without the one or two bytes of a length, which are their last: no message is
+built for each array of each turn."""
+
 
 def encode_turn(turn: StoredTurn) -> bytes:
     """Return the record of a turn; its last four bytes are the `payload_crc` of `decode_turn`."""
     contradiction = _contradiction(turn)
     if contradiction:
         raise InvalidTurnError(*contradiction)
-    arrays = dict(_arrays_worth_sending(turn))
-    specs = [
-        wire.ArraySpec(name=name, dtype=_TYPES[name].name, shape=(len(array),))
-        for name, array in arrays.items()
-    ]
-    for name in sorted(turn.extras):
-        num_shared, values = turn.extras[name]
+    tokens = (np.ascontiguousarray(turn.token_ids),)
+    return encode_checked(turn, turn.index, turn.shape, tokens, turn.extras, turn.anchor)
+
+
+def encode_checked(
+    turn: Turn | StoredTurn,
+    index: int,
+    shape: TurnShape,
+    tokens: Sequence[NDArray[np.int32]],
+    extras: Mapping[str, ExtraPiece],
+    anchor: int | None,
+) -> bytes:
+    """Return the record of a turn whose values are checked.
+
+    Args:
+        index: position in the trajectory, from 0.
+        shape: the lengths of the turn.
+        turn: has the log-probabilities, rewards, weights, mask and versions of the response.
+        tokens: contiguous; joined, the new tokens of the prompt and those of the response.
+        extras: own values of the extra columns.
+        anchor: hash of the state at the beginning of the turn.
+    """
+    num_response = shape.num_response_tokens
+    head = wire.TurnHeader(
+        index=index,
+        parent_turn=shape.parent_turn,
+        shared_tokens=shape.shared_tokens,
+        num_response_tokens=num_response,
+    )
+    header = [head.SerializeToString()]
+    header.append(_spec("token_ids", shape.num_new_prompt_tokens + num_response))
+    arrays: list[NDArray[Any]] = [*tokens]
+    version = MAJOR_VERSION
+    if turn.logprobs is not None:
+        header.append(_spec("logprobs", num_response))
+        arrays.append(np.ascontiguousarray(turn.logprobs))
+    if turn.rewards is not None and turn.rewards.any():
+        header.append(_spec("rewards", num_response))
+        arrays.append(np.ascontiguousarray(turn.rewards))
+    if turn.token_weights is not None and not _equal_the_mask(turn.token_weights, turn.loss_mask):
+        header.append(_spec("token_weights", num_response))
+        arrays.append(np.ascontiguousarray(turn.token_weights))
+        version = WEIGHTED_VERSION
+    if turn.loss_mask is not None and shape.num_trained_tokens < num_response:
+        header.append(_spec("loss_mask", num_response))
+        arrays.append(np.ascontiguousarray(turn.loss_mask))
+    if extras or turn.version_runs or anchor is not None:
+        header.append(_rest_of_header(turn, extras, anchor, arrays).SerializeToString())
+    return write_frame(TURN, b"".join(header), arrays, version=version)
+
+
+def _rest_of_header(
+    turn: Turn | StoredTurn,
+    extras: Mapping[str, ExtraPiece],
+    anchor: int | None,
+    arrays: list[NDArray[Any]],
+) -> wire.TurnHeader:
+    specs: list[wire.ArraySpec] = []
+    for name in sorted(extras):
+        num_shared, values = extras[name]
         values = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
-        arrays[name := EXTRA_PREFIX + name] = values
-        dtype = values.dtype.name
+        arrays.append(values)
+        name, dtype = EXTRA_PREFIX + name, values.dtype.name
         specs.append(
             wire.ArraySpec(name=name, dtype=dtype, shape=values.shape, num_shared=num_shared)
         )
-    header = wire.TurnHeader(
-        index=turn.index,
-        parent_turn=turn.parent_turn,
-        shared_tokens=turn.shared_tokens,
-        num_response_tokens=turn.num_response_tokens,
-        arrays=specs,
-        version_runs=[wire.VersionRun(version=v, count=n) for v, n in turn.version_runs],
-        anchor=turn.anchor,
-    )
-    version = WEIGHTED_VERSION if "token_weights" in arrays else MAJOR_VERSION
-    return write_frame(TURN, header.SerializeToString(), arrays.values(), version=version)
+    runs = [wire.VersionRun(version=v, count=n) for v, n in turn.version_runs]
+    return wire.TurnHeader(arrays=specs, version_runs=runs, anchor=anchor)
+
+
+def _spec(name: str, length: int) -> bytes:
+    """Return the bytes of an array's spec inside a header.
+
+    >>> _spec("loss_mask", 300) == wire.TurnHeader(
+    ...     arrays=[wire.ArraySpec(name="loss_mask", dtype="uint8", shape=(300,))]
+    ... ).SerializeToString()
+    True
+    """
+    if length < 1 << 7:
+        return _SPEC_HEADS[name][0] + bytes((length,))
+    if length < 1 << 14:
+        return _SPEC_HEADS[name][1] + bytes((length & 0x7F | 0x80, length >> 7))
+    return wire.TurnHeader(
+        arrays=[wire.ArraySpec(name=name, dtype=_TYPES[name].name, shape=(length,))]
+    ).SerializeToString()
 
 
 def decode_turn(record: bytes) -> StoredTurn:
@@ -124,18 +197,6 @@ def check_turn_values(turn: StoredTurn) -> None:
 def _refuse(turn: StoredTurn, contradiction: tuple[str, str] | None) -> None:
     if contradiction:
         raise CorruptRecordError(f"turn {turn.index}: {': '.join(contradiction)}")
-
-
-def _arrays_worth_sending(turn: StoredTurn) -> Iterable[tuple[str, NDArray[Any]]]:
-    yield "token_ids", np.ascontiguousarray(turn.token_ids)
-    if turn.logprobs is not None:
-        yield "logprobs", np.ascontiguousarray(turn.logprobs)
-    if turn.rewards is not None and turn.rewards.any():
-        yield "rewards", np.ascontiguousarray(turn.rewards)
-    if turn.token_weights is not None and not _equal_the_mask(turn.token_weights, turn.loss_mask):
-        yield "token_weights", np.ascontiguousarray(turn.token_weights)
-    if turn.loss_mask is not None and np.count_nonzero(turn.loss_mask) < len(turn.loss_mask):
-        yield "loss_mask", np.ascontiguousarray(turn.loss_mask)
 
 
 def _equal_the_mask(weights: NDArray[np.float32], mask: NDArray[np.uint8] | None) -> bool:

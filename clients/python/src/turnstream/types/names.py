@@ -275,6 +275,8 @@ def whole_number(
 
 def flag(value: Any, *, field: str) -> bool:
     """Return True or False, also of numpy."""
+    if value is False or value is True:  # most values
+        return value
     if not isinstance(value, bool | np.bool_):
         raise InvalidTurnError(field, f"{quoted(value)} is neither True nor False")
     return bool(cast("bool", value))
@@ -298,7 +300,7 @@ def timeout(value: Any, *, field: str) -> float | None:
 
 def named_values(values: Any, *, field: str) -> dict[str, Any]:
     """Return a mapping whose keys are texts as a dict; None has no names."""
-    if values is None:
+    if values is None or (type(values) is dict and not values):
         return {}
     if not isinstance(values, Mapping):
         raise InvalidTurnError(field, f"{quoted(values)} is not a mapping of names to values")
@@ -308,7 +310,8 @@ def named_values(values: Any, *, field: str) -> dict[str, Any]:
 
 def named_numbers(values: Any, *, field: str) -> dict[str, float]:
     """Return a mapping of texts to finite numbers as a dict, sorted by key."""
-    given = named_values(values, field=field)
+    if not (given := named_values(values, field=field)):
+        return given
     return {name: finite_number(given[name], field=f"{field}[{name!r}]") for name in sorted(given)}
 
 

@@ -41,6 +41,9 @@ class PrefixMatch(NamedTuple):
     shared_tokens: int
 
 
+_NO_MATCH = PrefixMatch(NO_PARENT, 0)
+
+
 class PrefixIndex:
     """The tokens of a trajectory's turns, for finding the longest known beginning of the next.
 
@@ -56,7 +59,7 @@ class PrefixIndex:
         self._branches: dict[tuple[_Line, int, bytes], _Line] = {}
 
     def matches(self, prompt_ids: NDArray[np.int32]) -> Iterator[PrefixMatch]:
-        """Yield the possible parents of the next turn, the best first; valid until a turn is added.
+        """Return the possible parents of the next turn, the best first, until a turn is added.
 
         First come the rows that the prompt holds whole, the longest first, of equal ones the
         newest. Last comes the longest beginning, with the lowest turn that ends there, else the
@@ -64,12 +67,13 @@ class PrefixIndex:
         """
         require_int32(prompt_ids, field="prompt_ids")
         if not self._ends:
-            yield PrefixMatch(NO_PARENT, 0)
-            return
-        line, offset = self._find(_bytes_of(prompt_ids))
+            return iter((_NO_MATCH,))
+        return self._matches(*self._find(_bytes_of(prompt_ids)))
+
+    def _matches(self, line: _Line, offset: int) -> Iterator[PrefixMatch]:
         yield from line.open_rows(offset)
         shared = line.depth + offset
-        yield PrefixMatch(line.turn_at(offset), shared) if shared else PrefixMatch(NO_PARENT, 0)
+        yield PrefixMatch(line.turn_at(offset), shared) if shared else _NO_MATCH
 
     def add(
         self,
@@ -131,6 +135,8 @@ class PrefixIndex:
     def _walk(self, line: _Line, offset: int, tokens: memoryview) -> tuple[_Line, int, int]:
         """Follow tokens from a place in the tree; return their last place and how many follow."""
         known = 0
+        if offset == line.length:  # the usual case: nothing follows there
+            return line, offset, known
         num_tokens = len(tokens) // _TOKEN_BYTES
         while True:
             same = line.num_same(offset, tokens, known)

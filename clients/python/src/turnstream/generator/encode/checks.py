@@ -36,7 +36,10 @@ MAX_LOGPROB: Final = 1e-3
 _LARGEST_FLOAT32: Final = float(np.finfo(np.float32).max)
 _TOKEN_ID_LIMIT: Final = 2**31
 _VERSION_LIMIT: Final = 2**63
-_UNSIGNED: Final = {4: np.uint32, 8: np.uint64}  # by size in bytes
+_INT32: Final = np.dtype(np.int32)
+_FLOAT32: Final = np.dtype(np.float32)
+_UINT8: Final = np.dtype(np.uint8)
+_UNSIGNED: Final = {4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}  # by size in bytes
 _EXTRA_KINDS: Final = {"u": "biu", "i": "biu", "f": "iuf"}
 """Kinds of numbers that a column of whole numbers, and of floats, accepts."""
 
@@ -158,19 +161,20 @@ def check_record(record: bytes, turn: StoredTurn) -> None:
 def _token_ids(values: Any, *, field: str) -> NDArray[np.int32]:
     """Return int32 (N,), from 0 to 2^31 - 1; the caller's own array where that is possible."""
     array = _row(values, field=field)
-    if array.dtype.kind not in "iu":
-        if len(array) == 0:  # a list without elements says nothing of their type
-            return np.empty(0, np.int32)
-        raise InvalidTurnError(
-            field, f"are whole numbers, not {array.dtype}: {quoted(array[0])} at 0"
-        )
-    if array.dtype.itemsize < 4 or not array.dtype.isnative:
-        array = array.astype(np.int64)
+    if array.dtype != _INT32:
+        if array.dtype.kind not in "iu":
+            if len(array) == 0:  # a list without elements says nothing of their type
+                return np.empty(0, np.int32)
+            raise InvalidTurnError(
+                field, f"are whole numbers, not {array.dtype}: {quoted(array[0])} at 0"
+            )
+        if array.dtype.itemsize < 4 or not array.dtype.isnative:
+            array = array.astype(np.int64)
     # Read as unsigned, negative numbers are the largest: one pass over the tokens in place of two.
     if len(array) and _largest(array.view(_UNSIGNED[array.itemsize])) >= _TOKEN_ID_LIMIT:
         wrong = (array < 0) | (array >= _TOKEN_ID_LIMIT)
         raise _at_first(field, array, wrong, "is not a token id (0 to 2^31 - 1)")
-    return np.ascontiguousarray(array, dtype=np.int32)
+    return np.ascontiguousarray(array, dtype=_INT32)
 
 
 def _mask_and_weights(
@@ -195,13 +199,13 @@ def _mask_and_weights(
 
 def _mask(array: NDArray[Any]) -> NDArray[np.uint8]:
     if array.dtype == np.bool_:
-        return np.ascontiguousarray(array).view(np.uint8)
-    return np.ascontiguousarray(array, dtype=np.uint8)
+        return np.ascontiguousarray(array).view(_UINT8)
+    return np.ascontiguousarray(array, dtype=_UINT8)
 
 
 def _fractions(array: NDArray[Any]) -> NDArray[np.float32] | None:
     """Return the values of a mask with numbers between 0 and 1; None if it has only 0 and 1."""
-    is_small = array.dtype == np.uint8 and (not len(array) or _largest(array) <= 1)
+    is_small = array.dtype == _UINT8 and (not len(array) or _largest(array) <= 1)
     if is_small or array.dtype == np.bool_:
         return None
     wrong = (array != 0) & (array != 1)
@@ -210,7 +214,7 @@ def _fractions(array: NDArray[Any]) -> NDArray[np.float32] | None:
     wrong = ~((array >= 0) & (array <= 1))
     if wrong.any():
         raise _at_first("loss_mask", array, wrong, "is neither 0 nor 1, nor between them")
-    return _as_floats(array, np.float32)
+    return _as_floats(array, _FLOAT32)
 
 
 def _weights(
@@ -219,7 +223,7 @@ def _weights(
     array = _per_token(
         out_of_its_graph(values), field="token_weights", kinds="biuf", num_tokens=num_tokens
     )
-    weights = _as_floats(array, np.float32)
+    weights = _as_floats(array, _FLOAT32)
     if mask is not None:
         weights = np.where(mask, weights, np.float32(0))
     wrong = ~((weights >= 0) & (weights < math.inf))
@@ -232,11 +236,10 @@ def _logprobs(
     values: Any, mask: NDArray[np.uint8] | None, *, num_tokens: int
 ) -> NDArray[np.float32]:
     array = _per_token(values, field="logprobs", kinds="iuf", num_tokens=num_tokens)
-    logprobs = _as_floats(array, np.float32)
+    logprobs = _as_floats(array, _FLOAT32)
     if mask is not None:
-        # Keep all bits or none: three times as fast as a choice for each token.
-        kept_bits = np.negative(mask, dtype=np.uint32)
-        logprobs = (logprobs.view(np.uint32) & kept_bits).view(np.float32)
+        # All bits times 1, or times 0: five times as fast as a choice for each token.
+        logprobs = np.multiply(logprobs.view(_UNSIGNED[4]), mask).view(_FLOAT32)
     # Both comparisons are false where there is a NaN.
     if len(logprobs) and not (_largest(logprobs) <= MAX_LOGPROB and _least(logprobs) > -math.inf):
         wrong = ~np.isfinite(logprobs) | (logprobs > MAX_LOGPROB)
@@ -275,7 +278,7 @@ def _reward_of_turn(reward: Any, *, is_alone: bool, num_tokens: int) -> NDArray[
 def _version_runs(
     policy_version: int | None, runs: Iterable[VersionRun], *, num_tokens: int
 ) -> tuple[VersionRun, ...]:
-    runs = _listed_runs(runs)
+    runs = () if type(runs) is tuple and not runs else _listed_runs(runs)
     if policy_version is not None:
         if runs and {run.version for run in runs} != {policy_version}:
             raise InvalidTurnError(
@@ -346,6 +349,8 @@ def _per_token(values: Any, *, field: str, kinds: str, num_tokens: int) -> NDArr
 
 
 def _row(values: Any, *, field: str) -> NDArray[Any]:
+    if type(values) is np.ndarray and values.ndim == 1:
+        return values
     array = _as_array(values, field=field)
     if array.ndim != 1:
         message = f"has the shape {array.shape}, not one dimension: {quoted(values)}"

@@ -17,13 +17,12 @@ from turnstream.batching.merge.merging import (
 from turnstream.batching.merge.prefix import PrefixIndex, PrefixMatch
 from turnstream.errors import InvalidTurnError
 from turnstream.generator.encode import checks, group_checks
-from turnstream.records.events import MAX_EVENT_BYTES, MAX_TURNS, encode_event
-from turnstream.records.turns import encode_turn
+from turnstream.records.events import MAX_EVENT_BYTES, MAX_TURNS, SealedTurn, seal_writer
+from turnstream.records.turns import encode_checked
 from turnstream.types import (
     DeclaredColumn,
     Group,
     GroupOpened,
-    SealedTrajectory,
     Status,
     Trajectory,
     TrajectoryKey,
@@ -69,15 +68,10 @@ class TrajectoryDraft:
         self.key = key
         self._index = PrefixIndex()
         self._extras = ExtraIndex(extra_columns)
-        self._shapes: list[TurnShape] = []
-        self._rewards: list[float] = []
-        self._crcs: list[int] = []
-        self._anchors: list[int | None] = []
+        self._turns: list[SealedTurn] = []
         self._num_bytes = 0
         self._has_logprobs = True
-        self._oldest_version: int | None = None
-        self._newest_version: int | None = None
-        self._versions: list[tuple[VersionRun, ...]] = []
+        self._sampled: set[int | None] = set()  # versions of trained tokens
 
     def add(self, turn: Turn) -> TurnRecord:
         """Encode the next turn, and keep its tokens for the turns that follow."""
@@ -98,7 +92,7 @@ class TrajectoryDraft:
         linked = self._extras.link(turn, [match])
         self._index.add(match, turn.prompt_ids, turn.response_ids)
         self._extras.add(turn, linked)
-        self._remember(turn, stored)
+        self._remember(turn, stored, anchor_hash(turn.anchor))
 
     def seal(
         self,
@@ -113,7 +107,7 @@ class TrajectoryDraft:
     ) -> DraftedSeal:
         """Check the fields of the whole trajectory, and return its seal."""
         status = group_checks.checked_status(status)
-        group_checks.require_turns(len(self._shapes), status)
+        group_checks.require_turns(len(self._turns), status)
         awaits_reward = flag(awaits_reward, field="awaits_reward")
         reward = group_checks.checked_reward(reward, awaits_reward=awaits_reward)
         components = named_numbers(reward_components, field="reward_components")
@@ -121,35 +115,28 @@ class TrajectoryDraft:
         metrics = group_checks.checked_metrics(metrics)
         tags = group_checks.checked_tags(tags)
 
-        turn_versions = self._turn_versions()
-        anchors = () if set(self._anchors) <= {None} else tuple(self._anchors)
-
-        def make_seal(epoch: int) -> bytes:
-            return encode_event(
-                SealedTrajectory(
-                    key=self.key,
-                    lease_epoch=epoch,
-                    status=status,
-                    reward=reward,
-                    reward_components=components,
-                    turns=tuple(self._shapes),
-                    turn_rewards=tuple(self._rewards),
-                    payload_crcs=tuple(self._crcs),
-                    anchors=anchors,
-                    oldest_version=self._oldest_version,
-                    newest_version=self._newest_version,
-                    turn_versions=turn_versions,
-                    num_payload_bytes=self._num_bytes,
-                    has_logprobs=self._has_logprobs,
-                    sampling=sampling,
-                    tags=tags,
-                    metrics=metrics,
-                    awaits_reward=awaits_reward,
-                )
-            )
-
+        # One version, or an unknown one, that sampled all trained tokens is not repeated by turn.
+        has_versions = len(self._sampled) > 1
+        known = [version for version in self._sampled if version is not None]
+        make_seal = seal_writer(
+            self.key,
+            self._turns,
+            has_versions=has_versions,
+            status=status.value,
+            reward=reward,
+            reward_components=components or None,
+            oldest_version=min(known, default=None),
+            newest_version=max(known, default=None),
+            num_payload_bytes=self._num_bytes,
+            has_logprobs=self._has_logprobs,
+            sampling=sampling or None,
+            tags=tags or None,
+            metrics=metrics or None,
+            awaits_reward=awaits_reward,
+        )
         # Seals of fewer turns and versions are far below the limit, whatever their labels are.
-        if len(self._shapes) + sum(map(len, turn_versions)) > MAX_TURNS:
+        num_versions = sum([len(turn.versions) for turn in self._turns]) if has_versions else 0
+        if len(self._turns) + num_versions > MAX_TURNS:
             num_bytes = len(make_seal(1))
             if num_bytes > MAX_EVENT_BYTES:
                 raise InvalidTurnError(
@@ -162,45 +149,38 @@ class TrajectoryDraft:
     @property
     def merged_tokens(self) -> int:
         """Tokens of the rows that the turns merge to."""
-        if len(self._shapes) == 1:
-            return self._shapes[0].num_tokens
-        return sum(row.num_tokens for row in plan_sequences(self._shapes, merge=True))
-
-    def _turn_versions(self) -> tuple[tuple[VersionRun, ...], ...]:
-        """Return the versions by turn for the seal, if several versions sampled trained tokens."""
-        names = {version for counts in self._versions for version, _ in counts}
-        return tuple(self._versions) if len(names) > 1 else ()
+        shapes = [turn.shape for turn in self._turns]
+        if len(shapes) == 1:
+            return shapes[0].num_tokens
+        return sum(row.num_tokens for row in plan_sequences(shapes, merge=True))
 
     def _encode(self, turn: Turn, linked: LinkedTurn) -> TurnRecord:
-        if len(self._shapes) >= MAX_TURNS:
-            raise InvalidTurnError(
-                "turn", f"is number {len(self._shapes) + 1}, more than {MAX_TURNS} turns"
-            )
-        stored = stored_turn(turn, linked, index=len(self._shapes))
-        made = TurnRecord(encode_turn(stored), stored.shape)
-        checks.check_record(made.record, stored)
-        self._remember(turn, made)
+        index = len(self._turns)
+        if index >= MAX_TURNS:
+            raise InvalidTurnError("turn", f"is number {index + 1}, more than {MAX_TURNS} turns")
+        (parent, shared), pieces = linked
+        prompt, response, mask = turn.prompt_ids[shared:], turn.response_ids, turn.loss_mask
+        num_response = len(response)
+        num_trained = num_response if mask is None else int(np.count_nonzero(mask))
+        shape = TurnShape(parent, shared, len(prompt), num_response, num_trained)
+        anchor = anchor_hash(turn.anchor)
+        record = encode_checked(turn, index, shape, (prompt, response), pieces, anchor)
+        if len(record) > checks.MAX_RECORD_BYTES:
+            checks.check_record(record, stored_turn(turn, linked, index=index))
+        made = TurnRecord(record, shape)
+        self._remember(turn, made, anchor)
         return made
 
-    def _remember(self, turn: Turn, made: TurnRecord) -> None:
-        self._shapes.append(made.shape)
-        self._rewards.append(
-            0.0 if turn.rewards is None else float(turn.rewards.sum(dtype=np.float64))
-        )
-        self._crcs.append(int.from_bytes(made.record[-4:], "little"))
-        self._anchors.append(anchor_hash(turn.anchor))
-        self._num_bytes += len(made.record)
-        counts = _trained_versions(turn, num_trained=made.shape.num_trained_tokens)
-        self._versions.append(counts)
-        if made.shape.num_trained_tokens == 0:
-            return
-        if turn.logprobs is None:
+    def _remember(self, turn: Turn, made: TurnRecord, anchor: int | None) -> None:
+        record, shape = made
+        reward = 0.0 if turn.rewards is None else float(turn.rewards.sum(dtype=np.float64))
+        versions = _trained_versions(turn, num_trained=shape.num_trained_tokens)
+        crc = int.from_bytes(record[-4:], "little")
+        self._turns.append(SealedTurn(shape, reward, crc, versions, anchor))
+        self._num_bytes += len(record)
+        self._sampled.update([version for version, _ in versions])
+        if turn.logprobs is None and shape.num_trained_tokens:
             self._has_logprobs = False
-        versions = [version for version, _ in counts if version is not None]
-        if versions:
-            known = [v for v in (self._oldest_version, self._newest_version) if v is not None]
-            self._oldest_version = min((*versions, *known))
-            self._newest_version = max((*versions, *known))
 
 
 def _trained_versions(turn: Turn, *, num_trained: int) -> tuple[VersionRun, ...]:
@@ -261,7 +241,7 @@ def _draft_trajectory(
     draft = TrajectoryDraft(key, extra_columns=declared)
     turns: list[TurnRecord] = []
     try:
-        group_checks.checked_key(key)
+        group_checks.checked_attempt(key.attempt)
         group_checks.check_list_of(trajectory.turns, Turn, field="turns")
         last = len(trajectory.turns) - 1
         for number, turn in enumerate(trajectory.turns):

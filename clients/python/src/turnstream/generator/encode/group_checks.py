@@ -75,10 +75,15 @@ def checked_key(key: TrajectoryKey, *, num_samples: int | None = None) -> Trajec
     """Return the key of a member of a group of `num_samples`, or of any size for None."""
     checked_name(key.group_id, field="group_id")
     sample = whole_number(key.sample, field="sample", limit=_SAMPLE_LIMIT)
-    attempt = whole_number(key.attempt, field="attempt", limit=ATTEMPT_LIMIT)
+    attempt = checked_attempt(key.attempt)
     if num_samples is not None and sample >= num_samples:
         raise InvalidTurnError("sample", f"{sample} in a group of {num_samples}, from 0")
     return TrajectoryKey(key.group_id, sample, attempt)
+
+
+def checked_attempt(attempt: Any) -> int:
+    """Return the number of an attempt at a sample."""
+    return whole_number(attempt, field="attempt", limit=ATTEMPT_LIMIT)
 
 
 def checked_group(group: Group) -> tuple[GroupOpened, list[Trajectory]]:
@@ -124,7 +129,8 @@ def checked_reward(reward: Any, *, awaits_reward: bool = False) -> float | None:
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Return finite numbers, sorted by key."""
-    numbers = named_numbers(metrics, field="metrics")
+    if not (numbers := named_numbers(metrics, field="metrics")):
+        return numbers
     _check_labels(numbers, field="metrics")
     for name, number in numbers.items():
         if abs(number) > MAX_METRIC:
@@ -134,7 +140,8 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 def checked_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
     """Return labels, sorted by key."""
-    texts = named_values(tags, field="tags")
+    if not (texts := named_values(tags, field="tags")):
+        return texts
     for name, text in texts.items():
         field = f"tags[{name!r}]"
         _check_size(checked_text(text, field=field), field=field, most=_MAX_TAG_BYTES)
@@ -169,6 +176,8 @@ def _check_size(text: str, *, field: str, most: int) -> None:
 
 
 def _choice(kind: type[_Choice], value: object, *, field: str) -> _Choice:
+    if type(value) is kind:
+        return value
     try:
         return kind(value)
     except (ValueError, TypeError) as error:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Generic, NoReturn, TypeVar
 
 from redis.exceptions import RedisError
@@ -50,6 +50,36 @@ _Receipt = TypeVar("_Receipt", bound=PendingWrite)
 _Result = TypeVar("_Result")
 
 
+class Alarm:
+    """A timer that calls a function of the event loop in some time, or earlier.
+
+    It stays set from round to round: setting and stopping a timer for each round costs as much as
+    some turns. The function sets it again where it was called too early.
+    """
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._timer: asyncio.TimerHandle | None = None
+
+    def ring_in(self, pause_s: float) -> None:
+        """Call the function after this time at the latest."""
+        loop = asyncio.get_running_loop()
+        when_s = loop.time() + pause_s
+        if self._timer is None or when_s < self._timer.when():
+            self.cancel()
+            self._timer = loop.call_at(when_s, self._ring)
+
+    def cancel(self) -> None:
+        """Call nothing. Safe to repeat."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._call()
+
+
 class Sender(Generic[_Receipt]):
     """Owns the tasks and the connections of one publisher, which live in one event loop.
 
@@ -70,7 +100,9 @@ class Sender(Generic[_Receipt]):
         self._refused = asyncio.Event()
         self._sending: asyncio.Task[None] | None = None
         self._listening: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._renewing: asyncio.Task[None] | None = None
+        self._deadline = Alarm(self._keep_deadlines)
+        self._beats = Alarm(self._renew_beside)
         self._learning: AsyncReceipt | None = None
 
     def check_caller(self) -> None:
@@ -155,6 +187,8 @@ class Sender(Generic[_Receipt]):
     async def close(self) -> None:
         """Fail unacknowledged writes, stop the tasks, disconnect. Safe to repeat."""
         self._end("the publisher was closed")
+        for alarm in (self._deadline, self._beats):
+            alarm.cancel()
         await cancel_all([task for task in (self._sending, self._listening) if task is not None])
         # The traceback of a task names this sender: the cycle would keep its records in memory.
         self._sending = self._listening = None
@@ -251,17 +285,20 @@ class Sender(Generic[_Receipt]):
             if sent is not None:
                 return sent
             self._notify_waiters()  # waits may have timed out
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wakes_in_s):
-                    await self._work.wait()
+            timer = None
+            if wakes_in_s is not None:
+                timer = asyncio.get_running_loop().call_later(wakes_in_s, self._work.set)
+            try:
+                await self._work.wait()
+            finally:
+                if timer is not None:
+                    timer.cancel()
 
     async def _exchange(self, link: Link, sent: Round) -> None:
         self._keep_deadlines()
+        self._renew_beside()
         try:
-            async with self._renewing():
-                answers = await link.exchange(
-                    sent, timeout_s=self._silent_s(), on_sent=self._on_sent
-                )
+            answers = await link.exchange(sent, timeout_s=self._silent_s(), on_sent=self._on_sent)
         except (RedisError, OSError) as error:
             with self.lock:
                 self._outbox.lost(sent, error=error, now_s=time.monotonic())
@@ -269,37 +306,31 @@ class Sender(Generic[_Receipt]):
             with self.lock:
                 self._outbox.answered(sent, answers, now_s=time.monotonic())
         finally:
-            if self._timer is not None:
-                self._timer.cancel()
+            if self._renewing is not None:
+                renewing, self._renewing = self._renewing, None
+                await cancel_all([renewing])
         self._notify_waiters()
         if self._outbox.admissions.wake_id is not None:
             self._refused.set()
             if self._listening is None:
                 self._listening = asyncio.create_task(self._listen(), name="turnstream-listener")
 
-    @contextlib.asynccontextmanager
-    async def _renewing(self) -> AsyncGenerator[None]:
-        """Send heartbeats that get due within the block over a connection of their own.
+    def _renew_beside(self) -> None:
+        """Send heartbeats that get due during a round over a connection of their own.
 
-        The block sends a round, after which nothing else fits on its connection: over a slow link,
-        a large turn takes longer than a lease lasts.
+        Nothing else fits on the connection of the round: over a slow link, a large turn takes
+        longer than a lease lasts.
         """
-        tasks: list[asyncio.Task[None]] = []
         with self.lock:
-            due_s = self._outbox.tracker.heartbeats.pause_s(time.monotonic())
-        if due_s is None:  # nothing is open
-            yield
-            return
-        timer = asyncio.get_running_loop().call_later(
-            max(due_s, _LEAST_PAUSE_S),
-            lambda: tasks.append(asyncio.create_task(self._renew(), name="turnstream-heartbeats")),
-        )
-        try:
-            yield
-        finally:
-            timer.cancel()
-            if tasks:
-                await cancel_all(tasks)
+            now_s = time.monotonic()
+            due_s = self._outbox.tracker.heartbeats.pause_s(now_s)
+            if due_s is None or not self._outbox.has_round:  # nothing is open
+                return
+            pause_s = max(due_s, self._outbox.outage.sent_s + _LEAST_PAUSE_S - now_s)
+        if pause_s > 0:
+            self._beats.ring_in(pause_s)
+        elif self._renewing is None:
+            self._renewing = asyncio.create_task(self._renew(), name="turnstream-heartbeats")
 
     async def _renew(self) -> None:
         """Send heartbeats whenever they are due, while a trajectory is open."""
@@ -343,7 +374,7 @@ class Sender(Generic[_Receipt]):
         if has_ended:
             self._notify_waiters()
         if ends_in_s is not None:
-            self._timer = asyncio.get_running_loop().call_later(ends_in_s, self._keep_deadlines)
+            self._deadline.ring_in(ends_in_s)
 
     def _notify_waiters(self) -> None:
         self._progress.set()

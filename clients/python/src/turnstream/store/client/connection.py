@@ -111,6 +111,10 @@ def _options() -> dict[str, Any]:
     }
 
 
+_SAME_LIMIT_S: Final = 0.05
+"""Changes of a time limit that are not worth a new timer."""
+
+
 class Link:
     """One connection for many commands at once; it never repeats any, and reconnects when used."""
 
@@ -185,7 +189,9 @@ class AsyncLink:
         for start in range(0, len(data), _PART_BYTES):
             part = data[start : start + _PART_BYTES]
             await self._connection.send_packed_command([part], check_health=False)
-            limit.reschedule(now_s() + on_sent())
+            ends_s, known_s = now_s() + on_sent(), limit.when()
+            if known_s is None or abs(ends_s - known_s) > _SAME_LIMIT_S:
+                limit.reschedule(ends_s)
 
     async def close(self) -> None:
         """Disconnect. Safe to repeat."""
