@@ -9,7 +9,9 @@ an older release refuse them, and do not train the tokens unweighted.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -65,8 +67,10 @@ def encode_turn(turn: StoredTurn) -> bytes:
     contradiction = _contradiction(turn)
     if contradiction:
         raise InvalidTurnError(*contradiction)
-    tokens = (np.ascontiguousarray(turn.token_ids),)
-    return encode_checked(turn, turn.index, turn.shape, tokens, turn.extras, turn.anchor)
+    arrays = {name: getattr(turn, name) for name in _TYPES}
+    arrays = {n: None if a is None else np.ascontiguousarray(a) for n, a in arrays.items()}
+    turn = replace(turn, **arrays)
+    return encode_checked(turn, turn.index, turn.shape, (turn.token_ids,), turn.extras, turn.anchor)
 
 
 def encode_checked(
@@ -77,13 +81,13 @@ def encode_checked(
     extras: Mapping[str, ExtraPiece],
     anchor: int | None,
 ) -> bytes:
-    """Return the record of a turn whose values are checked.
+    """Return the record of a turn whose values are checked, and whose arrays are contiguous.
 
     Args:
         index: position in the trajectory, from 0.
         shape: the lengths of the turn.
         turn: has the log-probabilities, rewards, weights, mask and versions of the response.
-        tokens: contiguous; joined, the new tokens of the prompt and those of the response.
+        tokens: joined, the new tokens of the prompt and those of the response.
         extras: own values of the extra columns.
         anchor: hash of the state at the beginning of the turn.
     """
@@ -100,28 +104,29 @@ def encode_checked(
     version = MAJOR_VERSION
     if turn.logprobs is not None:
         header.append(_spec("logprobs", num_response))
-        arrays.append(np.ascontiguousarray(turn.logprobs))
+        arrays.append(turn.logprobs)
     if turn.rewards is not None and turn.rewards.any():
         header.append(_spec("rewards", num_response))
-        arrays.append(np.ascontiguousarray(turn.rewards))
+        arrays.append(turn.rewards)
     if turn.token_weights is not None and not _equal_the_mask(turn.token_weights, turn.loss_mask):
         header.append(_spec("token_weights", num_response))
-        arrays.append(np.ascontiguousarray(turn.token_weights))
+        arrays.append(turn.token_weights)
         version = WEIGHTED_VERSION
     if turn.loss_mask is not None and shape.num_trained_tokens < num_response:
         header.append(_spec("loss_mask", num_response))
-        arrays.append(np.ascontiguousarray(turn.loss_mask))
-    if extras or turn.version_runs or anchor is not None:
-        header.append(_rest_of_header(turn, extras, anchor, arrays).SerializeToString())
+        arrays.append(turn.loss_mask)
+    if extras:
+        header.append(_extra_specs(extras, arrays))
+    if turn.version_runs:
+        runs = turn.version_runs
+        header.append(_one_run(*runs[0]) if len(runs) == 1 else _runs(runs))
+    if anchor is not None:
+        header.append(wire.TurnHeader(anchor=anchor).SerializeToString())
     return write_frame(TURN, b"".join(header), arrays, version=version)
 
 
-def _rest_of_header(
-    turn: Turn | StoredTurn,
-    extras: Mapping[str, ExtraPiece],
-    anchor: int | None,
-    arrays: list[NDArray[Any]],
-) -> wire.TurnHeader:
+def _extra_specs(extras: Mapping[str, ExtraPiece], arrays: list[NDArray[Any]]) -> bytes:
+    """Add the arrays of the extra columns; return their specs inside a header."""
     specs: list[wire.ArraySpec] = []
     for name in sorted(extras):
         num_shared, values = extras[name]
@@ -131,8 +136,19 @@ def _rest_of_header(
         specs.append(
             wire.ArraySpec(name=name, dtype=dtype, shape=values.shape, num_shared=num_shared)
         )
-    runs = [wire.VersionRun(version=v, count=n) for v, n in turn.version_runs]
-    return wire.TurnHeader(arrays=specs, version_runs=runs, anchor=anchor)
+    return wire.TurnHeader(arrays=specs).SerializeToString()
+
+
+def _runs(runs: Iterable[tuple[int | None, int]]) -> bytes:
+    """Return the versions inside a header."""
+    messages = [wire.VersionRun(version=version, count=count) for version, count in runs]
+    return wire.TurnHeader(version_runs=messages).SerializeToString()
+
+
+@functools.lru_cache(maxsize=2048)
+def _one_run(version: int | None, count: int) -> bytes:
+    """Return the one run of most turns inside a header; its length recurs."""
+    return _runs([(version, count)])
 
 
 def _spec(name: str, length: int) -> bytes:

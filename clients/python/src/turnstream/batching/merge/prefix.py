@@ -14,6 +14,7 @@ letter per token, the prompts and responses `ab|cd`, `abcde|f`, `abx|y` are two 
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -42,6 +43,8 @@ class PrefixMatch(NamedTuple):
 
 
 _NO_MATCH = PrefixMatch(NO_PARENT, 0)
+NO_MATCHES = (_NO_MATCH,)
+"""The matches of a first turn."""
 
 
 class PrefixIndex:
@@ -67,13 +70,11 @@ class PrefixIndex:
         """
         require_int32(prompt_ids, field="prompt_ids")
         if not self._ends:
-            return iter((_NO_MATCH,))
-        return self._matches(*self._find(_bytes_of(prompt_ids)))
-
-    def _matches(self, line: _Line, offset: int) -> Iterator[PrefixMatch]:
-        yield from line.open_rows(offset)
+            return iter(NO_MATCHES)
+        line, offset = self._find(_bytes_of(prompt_ids))
         shared = line.depth + offset
-        yield PrefixMatch(line.turn_at(offset), shared) if shared else _NO_MATCH
+        longest = PrefixMatch(line.turn_at(offset), shared) if shared else _NO_MATCH
+        return itertools.chain(line.open_rows(offset), (longest,))
 
     def add(
         self,
@@ -90,8 +91,10 @@ class PrefixIndex:
     def _find(self, prompt: memoryview) -> tuple[_Line, int]:
         """Return the last place in the tree that agrees with a prompt."""
         line, end = self._ends[-1] if self._root.length else (self._root, 0)
-        if 0 < end == line.length and line.depth == 0 and line.begins(prompt):
-            # The usual case, one comparison of memory: it continues the last turn.
+        length = len(line.tokens)
+        is_usual = 0 < end == line.length and line.depth == 0 and length <= len(prompt)
+        if is_usual and line.tokens.startswith(prompt[:length]):
+            # One comparison of memory: it continues the last turn.
             return line, end
         line, offset, _ = self._walk(self._root, 0, prompt)
         return line, offset
@@ -201,11 +204,6 @@ class _Line:
         if ending is not None:
             return ending
         return self.writes[bisect.bisect_left(self.writes, (offset,)) - 1][1]
-
-    def begins(self, prompt: memoryview) -> bool:
-        """Return whether the prompt begins with all of this line."""
-        length = len(self.tokens)
-        return length <= len(prompt) and self.tokens.startswith(prompt[:length])
 
     def write(self, *pieces: memoryview, turn: int) -> int:
         """Append tokens after the last one; return where the new ones end."""

@@ -146,16 +146,16 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
         if columns is None or self._queue is None:
             return False
         turn = with_checked_extras(turn, extras, columns)
+        has_capacity = self._outbox.inflight.has_capacity_for_turn
         with self._numbering:
-            is_waiting = self._order.locked() or not self._has_capacity(turn)()
+            is_waiting = self._order.locked() or not has_capacity(_size_of(turn))
             if not is_waiting:
                 self._put_turn(self._queue, turn, receipt)
         return not is_waiting
 
     def _has_capacity(self, turn: Turn) -> Callable[[], bool]:
-        """Return a test for capacity for this turn; its encoded size may be smaller."""
-        num_tokens = len(turn.prompt_ids) + 2 * len(turn.response_ids)
-        num_bytes = 4 * num_tokens + sum([values.nbytes for values in turn.extras.values()])
+        """Return a test for capacity for this turn."""
+        num_bytes = _size_of(turn)
         return lambda: self._outbox.inflight.has_capacity_for_turn(num_bytes)
 
     def _put_turn(self, queue: TrajectoryQueue, turn: Turn, receipt: PendingWrite) -> None:
@@ -378,6 +378,12 @@ class AsyncTrajectoryWriter(TrajectoryWriterBase[Sender[AsyncReceipt], AsyncRece
             metrics=metrics,
             awaits_reward=awaits_reward,
         )
+
+
+def _size_of(turn: Turn) -> int:
+    """Return the bytes of a turn; its encoded size may be smaller."""
+    num_bytes = 4 * (len(turn.prompt_ids) + 2 * len(turn.response_ids))
+    return num_bytes + sum([values.nbytes for values in turn.extras.values()])
 
 
 def warn_unsealed(group_id: str, samples: Sequence[int]) -> None:

@@ -74,16 +74,23 @@ def checked_turn(
         raise InvalidTurnError("prompt_ids", "is empty; a model call sees at least one token")
     if len(response) == 0 and not allow_empty:
         raise InvalidTurnError("response_ids", "is empty; say allow_empty=True if that is meant")
-    mask, weights = _mask_and_weights(loss_mask, token_weights, num_tokens=len(response))
+    num_tokens = len(response)
+    mask = weights = None
+    if loss_mask is not None or token_weights is not None:
+        mask, weights = _mask_and_weights(loss_mask, token_weights, num_tokens=num_tokens)
+    if logprobs is not None:
+        logprobs = _logprobs(logprobs, mask, num_tokens=num_tokens)
+    if rewards is not None or reward is not None:
+        rewards = _rewards(rewards, reward, num_tokens=num_tokens)
     return Turn(
         prompt_ids=prompt,
         response_ids=response,
-        logprobs=None if logprobs is None else _logprobs(logprobs, mask, num_tokens=len(response)),
+        logprobs=logprobs,
         loss_mask=mask,
-        rewards=_rewards(rewards, reward, num_tokens=len(response)),
+        rewards=rewards,
         token_weights=weights,
-        version_runs=_version_runs(policy_version, version_runs, num_tokens=len(response)),
-        anchor=anchor_hash(anchor),
+        version_runs=_version_runs(policy_version, version_runs, num_tokens=num_tokens),
+        anchor=None if anchor is None else anchor_hash(anchor),
     )
 
 
@@ -247,15 +254,13 @@ def _logprobs(
     return logprobs
 
 
-def _rewards(values: Any, of_turn: Any, *, num_tokens: int) -> NDArray[np.float32] | None:
+def _rewards(values: Any, of_turn: Any, *, num_tokens: int) -> NDArray[np.float32]:
     """Return a reward per token; the one of the whole turn belongs to its last token.
 
     For 3 tokens and a reward of 0.5 for the turn: 0.0 0.0 0.5.
     """
     if of_turn is not None:
         return _reward_of_turn(of_turn, is_alone=values is None, num_tokens=num_tokens)
-    if values is None:
-        return None
     array = _per_token(
         out_of_its_graph(values), field="rewards", kinds="biuf", num_tokens=num_tokens
     )

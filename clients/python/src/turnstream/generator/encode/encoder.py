@@ -14,7 +14,7 @@ from turnstream.batching.merge.merging import (
     plan_sequences,
     stored_turn,
 )
-from turnstream.batching.merge.prefix import PrefixIndex, PrefixMatch
+from turnstream.batching.merge.prefix import NO_MATCHES, PrefixIndex, PrefixMatch
 from turnstream.errors import InvalidTurnError
 from turnstream.generator.encode import checks, group_checks
 from turnstream.records.events import MAX_EVENT_BYTES, MAX_TURNS, SealedTurn, seal_writer
@@ -66,7 +66,7 @@ class TrajectoryDraft:
 
     def __init__(self, key: TrajectoryKey, *, extra_columns: Sequence[DeclaredColumn] = ()) -> None:
         self.key = key
-        self._index = PrefixIndex()
+        self._index: PrefixIndex | None = None  # a trajectory of one turn has none
         self._extras = ExtraIndex(extra_columns)
         self._turns: list[SealedTurn] = []
         self._num_bytes = 0
@@ -75,22 +75,22 @@ class TrajectoryDraft:
 
     def add(self, turn: Turn) -> TurnRecord:
         """Encode the next turn, and keep its tokens for the turns that follow."""
-        linked = self._extras.link(turn, self._index.matches(turn.prompt_ids))
+        linked = self._link(turn)
         made = self._encode(turn, linked)
-        self._index.add(linked.match, turn.prompt_ids, turn.response_ids)
+        self._known.add(linked.match, turn.prompt_ids, turn.response_ids)
         self._extras.add(turn, linked)
         return made
 
     def add_last(self, turn: Turn) -> TurnRecord:
         """Encode the next turn, which none follows; its tokens are not kept."""
-        return self._encode(turn, self._extras.link(turn, self._index.matches(turn.prompt_ids)))
+        return self._encode(turn, self._link(turn))
 
     def restore(self, turn: Turn, stored: TurnRecord) -> None:
         """Continue after a stored turn, with its links as they are stored."""
         turn = self._extras.as_stored(turn)
         match = PrefixMatch(stored.shape.parent_turn, stored.shape.shared_tokens)
         linked = self._extras.link(turn, [match])
-        self._index.add(match, turn.prompt_ids, turn.response_ids)
+        self._known.add(match, turn.prompt_ids, turn.response_ids)
         self._extras.add(turn, linked)
         self._remember(turn, stored, anchor_hash(turn.anchor))
 
@@ -154,6 +154,16 @@ class TrajectoryDraft:
             return shapes[0].num_tokens
         return sum(row.num_tokens for row in plan_sequences(shapes, merge=True))
 
+    @property
+    def _known(self) -> PrefixIndex:
+        if self._index is None:
+            self._index = PrefixIndex()
+        return self._index
+
+    def _link(self, turn: Turn) -> LinkedTurn:
+        matches = NO_MATCHES if self._index is None else self._index.matches(turn.prompt_ids)
+        return self._extras.link(turn, matches)
+
     def _encode(self, turn: Turn, linked: LinkedTurn) -> TurnRecord:
         index = len(self._turns)
         if index >= MAX_TURNS:
@@ -178,7 +188,8 @@ class TrajectoryDraft:
         crc = int.from_bytes(record[-4:], "little")
         self._turns.append(SealedTurn(shape, reward, crc, versions, anchor))
         self._num_bytes += len(record)
-        self._sampled.update([version for version, _ in versions])
+        for version, _ in versions:
+            self._sampled.add(version)
         if turn.logprobs is None and shape.num_trained_tokens:
             self._has_logprobs = False
 
@@ -236,7 +247,7 @@ def draft_group(group: Group, *, extra_columns: Sequence[DeclaredColumn] = ()) -
 def _draft_trajectory(
     group_id: str, trajectory: Trajectory, declared: Sequence[DeclaredColumn]
 ) -> DraftedTrajectory:
-    where = f"trajectories[{trajectory.sample}]"
+    number: int | None = None  # of the turn that is checked
     key = TrajectoryKey(group_id, trajectory.sample, trajectory.attempt)
     draft = TrajectoryDraft(key, extra_columns=declared)
     turns: list[TurnRecord] = []
@@ -245,11 +256,10 @@ def _draft_trajectory(
         group_checks.check_list_of(trajectory.turns, Turn, field="turns")
         last = len(trajectory.turns) - 1
         for number, turn in enumerate(trajectory.turns):
-            where = f"trajectories[{trajectory.sample}].turns[{number}]"
             add = draft.add_last if number == last else draft.add
             checked = checks.recheck_turn(turn)
             turns.append(add(checks.with_checked_extras(checked, turn.extras, declared)))
-        where = f"trajectories[{trajectory.sample}]"
+        number = None
         seal = draft.seal(
             reward=trajectory.reward,
             reward_components=trajectory.reward_components,
@@ -260,5 +270,8 @@ def _draft_trajectory(
             awaits_reward=trajectory.awaits_reward,
         )
     except InvalidTurnError as error:
+        where = f"trajectories[{trajectory.sample}]" + (
+            "" if number is None else f".turns[{number}]"
+        )
         raise InvalidTurnError(f"{where}.{error.field}", error.message) from error
     return DraftedTrajectory(key, turns, seal)

@@ -70,11 +70,12 @@ class ResendBuffer:
         """Keep something that the store has acknowledged."""
         if not self.is_needed or self.keep_s <= 0:
             return
-        turn = what.turn if isinstance(what, KeptWrite) else None
-        num_bytes = 0 if turn is None else len(turn.record)
-        self._kept.append(_Kept(now_s, num_bytes, what))
-        if isinstance(what, Admission):
+        num_bytes = 0
+        if isinstance(what, KeptWrite):
+            num_bytes = 0 if what.turn is None else len(what.turn.record)
+        elif isinstance(what, Admission):
             self._opened.update((queue.key, queue) for queue in what.queues)
+        self._kept.append(_Kept(now_s, num_bytes, what))
         self._newest_s = now_s
         self.num_bytes += num_bytes
         while self.num_bytes > self.max_bytes:
