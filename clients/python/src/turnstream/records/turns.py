@@ -106,24 +106,25 @@ def read_turn(record: bytes) -> StoredTurn:
         parent_turn=header.parent_turn,
         shared_tokens=header.shared_tokens,
         num_response_tokens=header.num_response_tokens,
-        version_runs=_version_runs(header.version_runs),
+        version_runs=_version_runs(runs) if (runs := header.version_runs) else (),
         payload_crc=frame.crc,
         anchor=header.anchor if header.HasField("anchor") else None,
         **columns,
         extras=extras,
     )
-    _refuse(turn, _contradiction_of_lengths(turn))
+    if contradiction := _contradiction_of_lengths(turn):
+        raise _contradicting(turn, contradiction)
     return turn
 
 
 def check_turn_values(turn: StoredTurn) -> None:
     """Refuse a turn of `read_turn` whose values contradict each other."""
-    _refuse(turn, _contradiction_of_values(turn))
+    if contradiction := _contradiction_of_values(turn):
+        raise _contradicting(turn, contradiction)
 
 
-def _refuse(turn: StoredTurn, contradiction: tuple[str, str] | None) -> None:
-    if contradiction:
-        raise CorruptRecordError(f"turn {turn.index}: {': '.join(contradiction)}")
+def _contradicting(turn: StoredTurn, contradiction: tuple[str, str]) -> CorruptRecordError:
+    return CorruptRecordError(f"turn {turn.index}: {': '.join(contradiction)}")
 
 
 def _arrays_worth_sending(turn: StoredTurn) -> Iterable[tuple[str, NDArray[Any]]]:
@@ -148,7 +149,7 @@ def _arrays(
     """Return the arrays of a record as views, by name, and its extra columns."""
     columns: dict[str, Any] = {}
     extras: dict[str, ExtraPiece] = {}
-    names: set[str] = set()  # also those of arrays that only newer releases read
+    names: list[str] = []  # also those of arrays that only newer releases read
     start = frame.body_start
     for spec in specs:
         name, shape = spec.name, spec.shape
@@ -161,7 +162,7 @@ def _arrays(
             raise CorruptRecordError(f"array {name!r} of {num_bytes} bytes leaves its record")
         if name in names:
             raise CorruptRecordError(f"array {name!r} is declared twice")
-        names.add(name)
+        names.append(name)
         values = np.frombuffer(record, dtype, num_values, start)
         if len(shape) != 1:
             values = values.reshape(tuple(shape))
