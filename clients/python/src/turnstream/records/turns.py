@@ -9,7 +9,8 @@ an older release refuse them, and do not train the tokens unweighted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -180,13 +181,19 @@ def _arrays(
 _DTYPES: Final = {np.dtype(code).name: np.dtype(f"<{code}") for code in "?bBhHiIqQefd"}
 
 
-def _version_runs(runs: Iterable[wire.VersionRun]) -> tuple[VersionRun, ...]:
-    return tuple(
-        [
-            VersionRun(run.version or (0 if run.HasField("version") else None), run.count)
-            for run in runs
-        ]
-    )
+def _version_runs(runs: Sequence[wire.VersionRun]) -> tuple[VersionRun, ...]:
+    if len(runs) == 1:
+        return _only_run(_version_of(runs[0]), runs[0].count)
+    return tuple([VersionRun(_version_of(run), run.count) for run in runs])
+
+
+def _version_of(run: wire.VersionRun) -> int | None:
+    return run.version or (0 if run.HasField("version") else None)
+
+
+@lru_cache(maxsize=4096)
+def _only_run(version: int | None, num_tokens: int) -> tuple[VersionRun, ...]:
+    return (VersionRun(version, num_tokens),)
 
 
 def _contradiction(turn: StoredTurn) -> tuple[str, str] | None:
