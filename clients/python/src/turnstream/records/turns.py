@@ -149,9 +149,8 @@ def _arrays(
 ) -> tuple[dict[str, Any], dict[str, ExtraPiece]]:
     """Return the arrays of a record as views, by name, and its extra columns."""
     columns: dict[str, Any] = {}
-    extras: dict[str, ExtraPiece] = {}
-    names: list[str] = []  # also those of arrays that only newer releases read
-    start = frame.body_start
+    others: dict[str, ExtraPiece] = {}  # also arrays that only newer releases read
+    start, stop = frame.body_start, frame.body_stop
     for spec in specs:
         name, shape = spec.name, spec.shape
         dtype = _DTYPES.get(spec.dtype)
@@ -159,22 +158,25 @@ def _arrays(
             raise CorruptRecordError(f"an array has the dtype {spec.dtype!r}, which is no number")
         num_values = shape[0] if len(shape) == 1 else prod(shape)
         num_bytes = num_values * dtype.itemsize
-        if start + num_bytes > frame.body_stop:
+        if start + num_bytes > stop:
             raise CorruptRecordError(f"array {name!r} of {num_bytes} bytes leaves its record")
-        if name in names:
+        if name in columns or name in others:
             raise CorruptRecordError(f"array {name!r} is declared twice")
-        names.append(name)
         values = np.frombuffer(record, dtype, num_values, start)
         if len(shape) != 1:
             values = values.reshape(tuple(shape))
         if name in _TYPES:
             columns[name] = values
-        elif name.startswith(EXTRA_PREFIX):
-            extras[name.removeprefix(EXTRA_PREFIX)] = ExtraPiece(spec.num_shared, values)
+        else:
+            others[name] = ExtraPiece(spec.num_shared, values)
         start += num_bytes
-    if start != frame.body_stop:
-        raise CorruptRecordError(f"{frame.body_stop - start} stray bytes after the arrays")
-    return columns, extras
+    if start != stop:
+        raise CorruptRecordError(f"{stop - start} stray bytes after the arrays")
+    return columns, {
+        name.removeprefix(EXTRA_PREFIX): piece
+        for name, piece in others.items()
+        if name.startswith(EXTRA_PREFIX)
+    }
 
 
 # A table: numpy accepts "2f4" and much more as a type, or raises other errors.
