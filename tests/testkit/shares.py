@@ -12,7 +12,7 @@ from turnstream.batching.config.values import RowWeights
 from turnstream.batching.packing.microbatch import Budget
 from turnstream.batching.rows.assemble import concatenate_rows, take_rows
 from turnstream.batching.rows.minibatch import cut_ranks, rank_passes, take_share
-from turnstream.batching.scoring.denominators import ShareCounts
+from turnstream.batching.scoring.denominators import ShareCounts, num_trained
 from turnstream.batching.scoring.filters import row_weights
 from turnstream.types import Denominators, Rows
 
@@ -66,7 +66,7 @@ def join_shares(shares: Sequence[Rows]) -> Rows:
 
 def count_denominators(shares: Sequence[Rows], *, length_constant: int) -> Denominators:
     """Return the denominators of a mini-batch, counted from the masks of the ranks' rows."""
-    counts = [ShareCounts.of(rows) for rows in shares]
+    counts = [ShareCounts.of(rows, num_trained(rows)) for rows in shares]
     return Denominators(
         num_tokens=sum(share.num_tokens for share in counts),
         num_sequences=sum(share.num_sequences for share in counts),

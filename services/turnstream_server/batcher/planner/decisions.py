@@ -60,20 +60,23 @@ def read_entry(entry: EventEntry) -> Event | UnreadableEvent:
     Raises:
         UnknownFormatError: a newer release wrote the event, which this one must not pass over.
     """
-    key = _posted_for(entry)
     try:
         if entry.problem:
             raise CorruptRecordError(entry.problem)
         event = decode_event(entry.record)
     except UnknownFormatError as error:
+        key = _posted_for(entry)
         if key is None or not error.unknown:
             raise
         return UnreadableEvent(str(error), key)
     except RecordError as error:
-        return UnreadableEvent(str(error), key)
+        return UnreadableEvent(str(error), _posted_for(entry))
     is_of_generator = isinstance(event, SealedTrajectory | RewardPosted)
-    if not entry.posted_for or (is_of_generator and event.key == key):
+    if not entry.posted_for or (
+        is_of_generator and keys.trajectory_id(event.key) == entry.posted_for
+    ):
         return event
+    key = _posted_for(entry)
     if key is None:
         return UnreadableEvent(
             f"its field t is {entry.posted_for!r}, which names no trajectory", _named_by(event)

@@ -70,7 +70,7 @@ class Ingested:
         self.outcomes[outcome] += 1
         if isinstance(event, SealedTrajectory):
             self.num_turns += len(event.turns)
-            self.num_tokens += sum(turn.num_tokens for turn in event.turns)
+            self.num_tokens += sum([turn.num_tokens for turn in event.turns])
             self.num_bytes += event.num_payload_bytes
         if logger.isEnabledFor(logging.DEBUG):
             assert isinstance(event, SealedTrajectory | TrajectoryAbandoned | TrajectoryDied)

@@ -176,7 +176,7 @@ def _decode_seal(message: wire.TrajectorySealed) -> SealedTrajectory:
         shapes.append(shape)
         rewards.append(turn.reward)
         crcs.append(turn.payload_crc)
-        versions.append(_decode_versions(turn))
+        versions.append(_decode_versions(runs) if (runs := turn.trained_versions) else ())
         anchors.append(turn.anchor if turn.HasField("anchor") else None)
         if shape.num_tokens > MAX_TURN_TOKENS:
             raise CorruptRecordError(
@@ -219,8 +219,7 @@ def _sorted(values: Mapping[str, _Value]) -> dict[str, _Value]:
     return dict(sorted(values.items())) if values else {}
 
 
-def _decode_versions(turn: wire.TurnShape) -> tuple[VersionRun, ...]:
-    runs = turn.trained_versions
+def _decode_versions(runs: Iterable[wire.VersionRun]) -> tuple[VersionRun, ...]:
     return tuple([VersionRun(r.version if r.HasField("version") else None, r.count) for r in runs])
 
 

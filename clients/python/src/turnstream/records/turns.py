@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -195,24 +196,25 @@ def read_turn(record: bytes) -> StoredTurn:
         parent_turn=header.parent_turn,
         shared_tokens=header.shared_tokens,
         num_response_tokens=header.num_response_tokens,
-        version_runs=_version_runs(header.version_runs),
+        version_runs=_version_runs(runs) if (runs := header.version_runs) else (),
         payload_crc=frame.crc,
         anchor=header.anchor if header.HasField("anchor") else None,
         **columns,
         extras=extras,
     )
-    _refuse(turn, _contradiction_of_lengths(turn))
+    if contradiction := _contradiction_of_lengths(turn):
+        raise _contradicting(turn, contradiction)
     return turn
 
 
 def check_turn_values(turn: StoredTurn) -> None:
     """Refuse a turn of `read_turn` whose values contradict each other."""
-    _refuse(turn, _contradiction_of_values(turn))
+    if contradiction := _contradiction_of_values(turn):
+        raise _contradicting(turn, contradiction)
 
 
-def _refuse(turn: StoredTurn, contradiction: tuple[str, str] | None) -> None:
-    if contradiction:
-        raise CorruptRecordError(f"turn {turn.index}: {': '.join(contradiction)}")
+def _contradicting(turn: StoredTurn, contradiction: tuple[str, str]) -> CorruptRecordError:
+    return CorruptRecordError(f"turn {turn.index}: {': '.join(contradiction)}")
 
 
 def _equal_the_mask(weights: NDArray[np.float32], mask: NDArray[np.uint8] | None) -> bool:
@@ -224,9 +226,8 @@ def _arrays(
 ) -> tuple[dict[str, Any], dict[str, ExtraPiece]]:
     """Return the arrays of a record as views, by name, and its extra columns."""
     columns: dict[str, Any] = {}
-    extras: dict[str, ExtraPiece] = {}
-    names: set[str] = set()  # also those of arrays that only newer releases read
-    start = frame.body_start
+    others: dict[str, ExtraPiece] = {}  # also arrays that only newer releases read
+    start, stop = frame.body_start, frame.body_stop
     for spec in specs:
         name, shape = spec.name, spec.shape
         dtype = _DTYPES.get(spec.dtype)
@@ -234,35 +235,44 @@ def _arrays(
             raise CorruptRecordError(f"an array has the dtype {spec.dtype!r}, which is no number")
         num_values = shape[0] if len(shape) == 1 else prod(shape)
         num_bytes = num_values * dtype.itemsize
-        if start + num_bytes > frame.body_stop:
+        if start + num_bytes > stop:
             raise CorruptRecordError(f"array {name!r} of {num_bytes} bytes leaves its record")
-        if name in names:
+        if name in columns or name in others:
             raise CorruptRecordError(f"array {name!r} is declared twice")
-        names.add(name)
         values = np.frombuffer(record, dtype, num_values, start)
         if len(shape) != 1:
             values = values.reshape(tuple(shape))
         if name in _TYPES:
             columns[name] = values
-        elif name.startswith(EXTRA_PREFIX):
-            extras[name.removeprefix(EXTRA_PREFIX)] = ExtraPiece(spec.num_shared, values)
+        else:
+            others[name] = ExtraPiece(spec.num_shared, values)
         start += num_bytes
-    if start != frame.body_stop:
-        raise CorruptRecordError(f"{frame.body_stop - start} stray bytes after the arrays")
-    return columns, extras
+    if start != stop:
+        raise CorruptRecordError(f"{stop - start} stray bytes after the arrays")
+    return columns, {
+        name.removeprefix(EXTRA_PREFIX): piece
+        for name, piece in others.items()
+        if name.startswith(EXTRA_PREFIX)
+    }
 
 
 # A table: numpy accepts "2f4" and much more as a type, or raises other errors.
 _DTYPES: Final = {np.dtype(code).name: np.dtype(f"<{code}") for code in "?bBhHiIqQefd"}
 
 
-def _version_runs(runs: Iterable[wire.VersionRun]) -> tuple[VersionRun, ...]:
-    return tuple(
-        [
-            VersionRun(run.version or (0 if run.HasField("version") else None), run.count)
-            for run in runs
-        ]
-    )
+def _version_runs(runs: Sequence[wire.VersionRun]) -> tuple[VersionRun, ...]:
+    if len(runs) == 1:
+        return _only_run(_version_of(runs[0]), runs[0].count)
+    return tuple([VersionRun(_version_of(run), run.count) for run in runs])
+
+
+def _version_of(run: wire.VersionRun) -> int | None:
+    return run.version or (0 if run.HasField("version") else None)
+
+
+@lru_cache(maxsize=4096)
+def _only_run(version: int | None, num_tokens: int) -> tuple[VersionRun, ...]:
+    return (VersionRun(version, num_tokens),)
 
 
 def _contradiction(turn: StoredTurn) -> tuple[str, str] | None:

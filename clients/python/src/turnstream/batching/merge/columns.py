@@ -248,23 +248,33 @@ def _run_columns(
     given = [turn.version_runs for turn in turns]
     if not any(given):
         return _joined_runs([OBSERVED] * num_rows, lengths_B, range(num_rows), num_rows=num_rows)
-    versions: list[int] = []
-    lengths = list[int]()
-    num_runs: list[int] = []
-    for own, gap, count in zip(given, gaps, counts, strict=True):
-        if own and (covered := sum([length for _, length in own])) != count:
-            raise InvalidTurnError("version_runs", f"{covered} of {count} response tokens")
-        runs = ((None, gap), *own) if own else ((None, gap + count),)
-        num_runs.append(len(runs))
-        for version, length in runs:
-            versions.append(OBSERVED if version is None else version)
-            lengths.append(length)
-    return _joined_runs(versions, lengths, np.repeat(row_of_turn, num_runs), num_rows=num_rows)
+    own = [run for runs in given for run in runs]
+    num_own_N = np.array([*map(len, given)], np.int64)
+    lengths = np.array([run[1] for run in own], np.int64)
+    turn_of_run = np.repeat(np.arange(len(given)), num_own_N)
+    covered_N = np.bincount(turn_of_run, lengths, len(given)).astype(np.int64)
+    counts_N = np.array(counts, np.int64)
+    wrong = np.flatnonzero((num_own_N > 0) & (covered_N != counts_N))
+    if len(wrong):
+        turn = int(wrong[0])
+        raise InvalidTurnError(
+            "version_runs", f"{covered_N[turn]} of {counts[turn]} response tokens"
+        )
+    # Each turn has a run of observed tokens before its own runs.
+    starts_N = np.cumsum(num_own_N) - num_own_N
+    observed_N = np.array(gaps, np.int64) + np.where(num_own_N > 0, 0, counts_N)
+    versions = [OBSERVED if run[0] is None else run[0] for run in own]
+    return _joined_runs(
+        np.insert(np.array(versions, np.int64), starts_N, OBSERVED),
+        np.insert(lengths, starts_N, observed_N),
+        np.repeat(row_of_turn, num_own_N + 1),
+        num_rows=num_rows,
+    )
 
 
 def _joined_runs(
-    versions: Sequence[int],
-    lengths: Sequence[int] | NDArray[np.int64],
+    versions: Sequence[int] | NDArray[np.int64],
+    lengths: NDArray[np.int64],
     rows: Sequence[int] | NDArray[np.int64],
     *,
     num_rows: int,

@@ -98,17 +98,18 @@ def _check_values(
     least = columns.input_ids.values.min(initial=0)
     if least < 0:
         raise CorruptRecordError(f"a turn has the token id {least}")
+    num_missing = _num_missing(pieces)
     for name in ("rewards", "token_weights", "logprobs"):
         column: Ragged[np.float32] | None = getattr(columns, name)
         if column is None or _are_finite(column.values):
             continue
-        num_missing = _num_missing(pieces) if name == "logprobs" else 0
-        if np.count_nonzero(~np.isfinite(column.values)) != num_missing:
+        num_allowed = num_missing if name == "logprobs" else 0
+        if np.count_nonzero(~np.isfinite(column.values)) != num_allowed:
             raise CorruptRecordError(f"a turn has {name} that are not finite")
     weights = columns.token_weights
     if weights is not None and weights.values.min(initial=0) < 0:
         raise CorruptRecordError("a turn has token_weights below 0")
-    for (trajectory, _), piece in zip(planned, pieces, strict=True):
+    for (trajectory, _), piece in zip(planned, pieces, strict=True) if num_missing else ():
         if trajectory.has_logprobs and _num_missing([piece]):
             raise CorruptRecordError(f"{trajectory.key} lacks the logprobs that were sealed")
 

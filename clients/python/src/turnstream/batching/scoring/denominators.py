@@ -72,9 +72,8 @@ class ShareCounts(NamedTuple):
     weight_sum: float
 
     @classmethod
-    def of(cls, rows: Rows) -> ShareCounts:
-        """Count the masks of these rows."""
-        trained_B = num_trained(rows)
+    def of(cls, rows: Rows, trained_B: NDArray[np.int64]) -> ShareCounts:
+        """Count these rows; `trained_B` is their `num_trained`."""
         live_B = trained_B > 0
         trained = trained_B[live_B]
         return cls(
@@ -129,10 +128,11 @@ def check_share(
     A rank sees its own rows only: none of its counts may exceed the global ones, and the only rank
     must have equal counts. With `row_weights` None, any weights are accepted.
     """
-    _check_rows(rows)
+    trained_B = num_trained(rows)
+    _check_rows(rows, trained_B)
     if row_weights is not None:
-        _check_weights(rows, row_weights)
-    counts = ShareCounts.of(rows)
+        _check_weights(rows, trained_B, row_weights)
+    counts = ShareCounts.of(rows, trained_B)
     for name, own in counts._asdict().items():
         whole = getattr(denominators, name)
         # Sums of float32 weights and of fractions are rounded; token counts are exact.
@@ -147,8 +147,7 @@ def check_share(
     return counts
 
 
-def _check_rows(rows: Rows) -> None:
-    trained_B = num_trained(rows)
+def _check_rows(rows: Rows, trained_B: NDArray[np.int64]) -> None:
     live_inert = np.flatnonzero(rows.is_padding & ((trained_B > 0) | (rows.weight != 0)))
     if len(live_inert):
         row = int(live_inert[0])
@@ -168,9 +167,8 @@ def _check_rows(rows: Rows) -> None:
         )
 
 
-def _check_weights(rows: Rows, row_weights: RowWeights) -> None:
+def _check_weights(rows: Rows, trained_B: NDArray[np.int64], row_weights: RowWeights) -> None:
     """Refuse a live row with another weight; the number of its trajectory's rows is unknown."""
-    trained_B = num_trained(rows)
     live = np.flatnonzero(trained_B > 0)
     match row_weights:
         case "per_row":
