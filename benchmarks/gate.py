@@ -68,6 +68,11 @@ def _pipeline(found: Any) -> Ratios:
             yield name, turn_us / each["floor_us"][stage]
 
 
+def _peers(found: Any) -> Ratios:
+    for way, times in found["times"].items():
+        yield f"ours, times TransferQueue {way}", 1 / times
+
+
 def _cold(found: Any) -> Ratios:
     for name, seconds in found["cpu_s"].items():
         yield f"{name}, times the floor", seconds / found["floor_s"]
@@ -92,6 +97,7 @@ def _shares(found: Any) -> Ratios:
 
 _READERS: Final[dict[str, Callable[[Any], Ratios]]] = {
     "pipeline": _pipeline,
+    "peers": _peers,
     "cold": _cold,
     "ingest": _ingest,
     "batching": _batching,
