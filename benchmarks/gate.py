@@ -63,7 +63,8 @@ def _pipeline(found: Any) -> Ratios:
         if isinstance(each, dict) and "cpu_s" in each:
             yield f"{title}, times the floor", each["cpu_s"] / floor_s
     for num, each in found["agentic"]["publishers"].items():
-        for stage, turn_us in each["turn_us"].items():
+        for stage in ("producer", "store", "batcher"):
+            turn_us = each["turn_us"][stage]
             name = f"agentic, {num} publishers, {stage} of a turn, times the floor"
             yield name, turn_us / each["floor_us"][stage]
 

@@ -4,9 +4,9 @@
     python benchmarks/peers.py --tiny   # checks that it works
 
 The release is installed into .venv-peers from the package index, with torch 2.13.0 without CUDA.
-Both sides move the workload of pipeline.py from a producer to a consumer with padded tensors, each
-in its own process with one torch thread, and must agree on its checksum. Ours is durable and plans
-whole groups; TransferQueue keeps its rows in memory.
+Both sides move the workload of pipeline.py from a producer to a consumer with padded tensors. Each
+is a process with one torch thread, and the checksums must agree. Ours is durable and plans whole
+groups; TransferQueue keeps its rows in memory.
 
 Calls of the peer, and the reason for each:
 
