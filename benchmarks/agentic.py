@@ -14,12 +14,10 @@ The floor of a stage is measured in the same run, with the same number and size 
 from __future__ import annotations
 
 import asyncio
-import statistics
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from processes import Role, cpu_of_work
 from workload import AGENTIC_TURNS, GROUP_SIZE, checksum_groups, make_agentic_groups
@@ -60,26 +58,24 @@ def start_producer(config: dict[str, Any]) -> Any:
     return work
 
 
-def stage_floors(
-    script: Path,
-    redis_url: str,
-    server_pid: int,
-    *,
-    num_publishers: int,
-    num_turns: int,
-    wire_bytes: int,
-    row_bytes: int,
-) -> dict[str, float]:
-    """Return the CPU seconds of the bare transports by stage, for turns of the same size."""
-    with ExitStack() as running:
+class StageFloors:
+    """The processes of the floor; a context manager. Its rounds alternate with those measured."""
 
-        def start(kind: str, **config: Any) -> Role:
-            role = Role(script, f"floor_{kind}", config)
-            running.callback(role.stop)
-            return role
-
-        writers = [
-            start(
+    def __init__(
+        self,
+        script: Path,
+        redis_url: str,
+        server_pid: int,
+        *,
+        num_publishers: int,
+        num_turns: int,
+        wire_bytes: int,
+        row_bytes: int,
+    ) -> None:
+        self._script, self._server_pid = script, server_pid
+        self._running = ExitStack()
+        self._writers = [
+            self._start(
                 "redis",
                 redis_url=redis_url,
                 name=f"floor-{number}",
@@ -89,31 +85,37 @@ def stage_floors(
             )
             for number in range(num_publishers)
         ]
-        pids = [role.pid for role in writers]
-        samples: list[tuple[float, ...]] = []
-        for _ in range(5):
-            write_s = cpu_of_work(writers, {"phase": "write"}, pids, [server_pid])
-            read_s = cpu_of_work(writers, {"phase": "read"}, pids, [server_pid])
-            samples.append((*write_s, *read_s))
-        producer_s, store_write_s, batcher_s, store_read_s = _medians(samples)
-        server = start("grpc_server", num_bytes=row_bytes)
-        server.send({})
-        client = start("grpc_client", port=server.receive()["port"])
-        send_s, consumer_s = _medians(
-            [cpu_of_work([client], {}, [server.pid], [client.pid]) for _ in range(5)]
+        self._sender = self._start("grpc_server", num_bytes=row_bytes)
+        self._sender.send({})
+        self._receiver = self._start("grpc_client", port=self._sender.receive()["port"])
+        self._copier = self._start("numpy", num_bytes=row_bytes, num_batches=8)
+
+    def _start(self, kind: str, **config: Any) -> Role:
+        role = Role(self._script, f"floor_{kind}", config)
+        self._running.callback(role.stop)
+        return role
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._running.close()
+
+    def round(self) -> dict[str, float]:
+        """Return the CPU seconds of the bare transports by stage, for turns of the same size."""
+        pids, store = [role.pid for role in self._writers], [self._server_pid]
+        producer_s, written_s = cpu_of_work(self._writers, {"phase": "write"}, pids, store)
+        read_s, sent_s = cpu_of_work(self._writers, {"phase": "read"}, pids, store)
+        send_s, consumer_s = cpu_of_work(
+            [self._receiver], {}, [self._sender.pid], [self._receiver.pid]
         )
-        copy = start("numpy", num_bytes=row_bytes, num_batches=8)
-        (copy_s,) = _medians([cpu_of_work([copy], {}, [copy.pid]) for _ in range(5)])
-    return {
-        "producer": producer_s,
-        "store": store_write_s + store_read_s,
-        "batcher": batcher_s + send_s + copy_s,
-        "consumer": consumer_s,
-    }
-
-
-def _medians(samples: Sequence[Sequence[float]]) -> list[float]:
-    return [statistics.median(column) for column in zip(*samples, strict=True)]
+        (copy_s,) = cpu_of_work([self._copier], {}, [self._copier.pid])
+        return {
+            "producer": producer_s,
+            "store": written_s + sent_s,
+            "batcher": read_s + send_s + copy_s,
+            "consumer": consumer_s,
+        }
 
 
 def report(found: dict[str, Any]) -> None:

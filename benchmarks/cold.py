@@ -33,7 +33,7 @@ PROGRAM = ("-m", "turnstream_server")
 
 
 def starts(url: str) -> dict[str, list[str]]:
-    """Return the words after `python`, by name; the store at `url` has one run."""
+    """Return the arguments of `python` by the name of the start; the store at `url` has a run."""
     code = (
         *(FLOOR, "import turnstream", "from turnstream import connect"),
         "from turnstream.generator import Publisher",
@@ -57,7 +57,7 @@ def cpu_of(words: Sequence[str], environment: Mapping[str, str]) -> float:
 
 
 def start_up(environment: Mapping[str, str]) -> dict[str, float]:
-    """Return the seconds of `turnstream up` until it is ready: of the clock, and of all CPUs."""
+    """Return the wall seconds and the CPU seconds of `turnstream up` until it is ready."""
     with tempfile.TemporaryDirectory() as folder:
         ports = [word for name in ("", "store-", "http-") for word in (f"--{name}port", "0")]
         command = [sys.executable, *PROGRAM, "up", "--data-dir", folder, *ports]

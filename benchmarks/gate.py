@@ -63,9 +63,15 @@ def _pipeline(found: Any) -> Ratios:
         if isinstance(each, dict) and "cpu_s" in each:
             yield f"{title}, times the floor", each["cpu_s"] / floor_s
     for num, each in found["agentic"]["publishers"].items():
-        for stage, turn_us in each["turn_us"].items():
+        for stage in ("producer", "store", "batcher"):
+            turn_us = each["turn_us"][stage]
             name = f"agentic, {num} publishers, {stage} of a turn, times the floor"
             yield name, turn_us / each["floor_us"][stage]
+
+
+def _peers(found: Any) -> Ratios:
+    for way, times in found["times"].items():
+        yield f"ours, times TransferQueue {way}", 1 / times
 
 
 def _cold(found: Any) -> Ratios:
@@ -92,6 +98,7 @@ def _shares(found: Any) -> Ratios:
 
 _READERS: Final[dict[str, Callable[[Any], Ratios]]] = {
     "pipeline": _pipeline,
+    "peers": _peers,
     "cold": _cold,
     "ingest": _ingest,
     "batching": _batching,

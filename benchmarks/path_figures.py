@@ -76,3 +76,24 @@ def cold(found: dict[str, Any]) -> str:
         f"{ready_s:.1f} s; at most {goal_s:.0f} s: {reached(ready_s <= goal_s)}."
     )
     return f"{table(['start', 'CPU s', 'times the floor', 'at most', ''], rows)}\n\n{ready}"
+
+
+def peers(found: dict[str, Any]) -> str:
+    """Return CPU, memory and the first batch of ours and of each way of the peer."""
+    rows: list[list[str]] = []
+    for name, each in found["ways"].items():
+        times, goal = found["times"].get(name), found["goals"].get(name)
+        rows.append(
+            [
+                "ours, durable" if name == "ours" else f"TransferQueue, {name}",
+                number(each["cpu_s"], 2),
+                number(times, 2),
+                number(goal),
+                reached(times >= goal) if times and goal else "",
+                number(each["first_s"], 2),
+                number(found["memory_mb"].get(name, found["memory_mb"]["peer"]), 0),
+            ]
+        )
+    titles = ["", "CPU s", "times ours", "goal", "", "first batch, s", "memory, MB"]
+    size = f"{found['trajectories']:,} trajectories, TransferQueue {found['version']}."
+    return f"{table(titles, rows)}\n\n{size}"

@@ -4,9 +4,9 @@
     python benchmarks/peers.py --tiny   # checks that it works
 
 The release is installed into .venv-peers from the package index, with torch 2.13.0 without CUDA.
-Both sides move the workload of pipeline.py from a producer to a consumer with padded tensors, each
-in its own process with one torch thread, and must agree on its checksum. Ours is durable and plans
-whole groups; TransferQueue keeps its rows in memory.
+Both sides move the workload of pipeline.py from a producer to a consumer with padded tensors. Each
+is a process with one torch thread, and the checksums must agree. Ours is durable and plans whole
+groups; TransferQueue keeps its rows in memory.
 
 Calls of the peer, and the reason for each:
 
@@ -95,6 +95,7 @@ def start_host(config: dict[str, Any]) -> Any:
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=100_000_000,
+        _node_ip_address="127.0.0.1",
         _temp_dir=config["folder"],
     )
     settings = {
@@ -156,7 +157,7 @@ def start_peer_producer(config: dict[str, Any]) -> Any:
         client.put(TensorDict(fields, batch_size=len(turns)), partition_id=run)
 
     def work(message: dict[str, Any]) -> dict[str, Any]:
-        members = [group.trajectories for group in groups]
+        members = [[*group.trajectories] for group in groups]
         if message["way"] == "bulk":
             members = [[each for group in members for each in group]]
         for each in members:
@@ -249,6 +250,7 @@ class Peer:
             MARK: self.mark,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
             "TQ_NUM_THREADS": "1",
         }

@@ -264,7 +264,7 @@ def measure_floor(
 
 
 def _cpu_of_work(role: Role, *pids: int) -> float:
-    return statistics.median(cpu_of_work([role], {}, pids)[0] for _ in range(3))
+    return statistics.median(cpu_of_work([role], {}, pids)[0] for _ in range(5))
 
 
 def measure_agentic(*, num_groups: int, num_rounds: int, publishers: Sequence[int]) -> Any:
@@ -276,30 +276,34 @@ def measure_agentic(*, num_groups: int, num_rounds: int, publishers: Sequence[in
     for num in publishers:
         bench = Bench(num_groups=num_groups, torch_threads=1, num_publishers=num)
         try:
-            bench.round(f"warm-up-{num}")
-            rounds = [bench.round(f"round-{num}-{i}") for i in range(num_rounds)]
-            memory_mb = bench.peak_memory_mb()
-            floor_s = agentic.stage_floors(
+            wire_bytes = bench.round(f"warm-up-{num}").wire_bytes
+            with agentic.StageFloors(
                 HERE,
                 bench.server.url,
                 bench.server.pid,
                 num_publishers=num,
                 num_turns=num_turns,
-                wire_bytes=rounds[0].wire_bytes,
+                wire_bytes=wire_bytes,
                 row_bytes=row_bytes,
-            )
+            ) as floors:
+                both = [(bench.round(f"{num}-{i}"), floors.round()) for i in range(num_rounds)]
+            memory_mb = bench.peak_memory_mb()
         finally:
             bench.close()
         found["publishers"][str(num)] = {
-            "turn_us": {
-                stage: statistics.median(each.cpu_s[stage] for each in rounds) / num_turns * 1e6
-                for stage in floor_s
-            },
-            "floor_us": {stage: each / num_turns * 1e6 for stage, each in floor_s.items()},
+            "turn_us": _turn_us([each.cpu_s for each, _ in both], num_turns=num_turns),
+            "floor_us": _turn_us([floor_s for _, floor_s in both], num_turns=num_turns),
             "memory_mb": memory_mb,
-            "rounds": [asdict(each) for each in rounds],
+            "rounds": [asdict(each) for each, _ in both],
         }
     return found
+
+
+def _turn_us(rounds: list[dict[str, float]], *, num_turns: int) -> dict[str, float]:
+    return {
+        stage: statistics.median(each[stage] for each in rounds) / num_turns * 1e6
+        for stage in rounds[0]
+    }
 
 
 # ------------------------------------------------------------------------------ report

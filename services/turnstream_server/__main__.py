@@ -7,6 +7,8 @@ up handle Ctrl-C themselves (`cli.options.interruptible`).
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 
@@ -19,6 +21,8 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may
 
 def main() -> None:
     """Run the command line."""
+    # At its end the interpreter would visit every object of every module: 90 ms of CPU time.
+    atexit.register(gc.freeze)
     from turnstream_server import cli
 
     cli.main()

@@ -12,11 +12,15 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module")
-def page() -> ModuleType:
+def program(name: str) -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "benchmarks")
-        return importlib.import_module("page")
+        return importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def page() -> ModuleType:
+    return program("page")
 
 
 def block(name: str, text: str) -> str:
@@ -54,7 +58,7 @@ def test_result_replaces_its_table_and_no_other_text(page: ModuleType) -> None:
 
 
 def test_gate_names_what_is_15_percent_worse_and_reads_all_kept_ratios(page: ModuleType) -> None:
-    gate = importlib.import_module("gate")
+    gate = program("gate")
     kept = {"a": 2.0, "b": 1.0, "c": 0.05, "gone": 1.0}
 
     worse = gate.compared(kept, {"a": 2.29, "b": 1.16, "c": 0.065, "new": 9.0})
