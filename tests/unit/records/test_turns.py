@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from testkit import assert_same, ids, stored_turn
 from testkit.strategies import stored_turns
@@ -50,10 +49,25 @@ def test_decoded_turn_is_the_encoded_one(turn: StoredTurn):
     assert_same(decoded, replace(turn, payload_crc=crc_of(record)))
 
 
-@given(turn=stored_turns(), num_more=st.sampled_from([0, 120, 121, 128, 16_370, 16_384, 2**21]))
-def test_records_have_the_bytes_of_one_header_message(turn: StoredTurn, num_more: int):
-    # The lengths of arrays have one byte in the header below 128, two below 16,384, then more.
-    turn = replace(turn, token_ids=np.resize(turn.token_ids, len(turn.token_ids) + num_more))
+@given(turn=stored_turns())
+def test_records_have_the_bytes_of_one_header_message(turn: StoredTurn):
+    assert_record_of_one_message(turn)
+
+
+def test_specs_of_arrays_have_the_length_of_every_size():
+    for length in (0, 1, 127, 128, 300, 16_383, 16_384, 2**21 - 1, 2**21):
+        assert_record_of_one_message(
+            StoredTurn(
+                index=0,
+                parent_turn=-1,
+                shared_tokens=0,
+                num_response_tokens=0,
+                token_ids=np.zeros(length, np.int32),
+            )
+        )
+
+
+def assert_record_of_one_message(turn: StoredTurn):
     columns = {name: getattr(turn, name) for name in COLUMNS if getattr(turn, name) is not None}
     pieces = {name: ExtraPiece(0, values) for name, values in columns.items()}
     pieces |= {f"extra.{name}": turn.extras[name] for name in sorted(turn.extras)}

@@ -109,13 +109,14 @@ class PrefixIndex:
         match: PrefixMatch,
     ) -> None:
         turn = len(self._ends)
-        response = memoryview(response_ids.tobytes())
+        response = _bytes_of(response_ids)
         if not new_ids:
             # The response may repeat what another turn went on with: best-of-n samples often do.
             line, offset, known = self._walk(line, offset, response)
             response = response[known * _TOKEN_BYTES :]
-        if first := bytes((new_ids or response)[:_TOKEN_BYTES]):
+        if new_ids or response:
             if offset < line.length:
+                first = bytes((new_ids or response)[:_TOKEN_BYTES])
                 branch = _Line(line, line.depth + offset)
                 self._branches[line, offset, first] = branch
                 line = branch
@@ -179,10 +180,16 @@ class _Line:
     def end(self, offset: int, turn: int) -> None:
         """Add a row that ends here with this turn, the newest of all."""
         self.ends.setdefault(offset, turn)
-        bisect.insort(self.rows, (offset, turn))
+        if not self.rows or self.rows[-1] < (offset, turn):
+            self.rows.append((offset, turn))
+        else:
+            bisect.insort(self.rows, (offset, turn))
 
     def continue_row(self, offset: int, turn: int) -> None:
         """Continue the row that ended here with this turn, unless it is continued already."""
+        if self.rows[-1:] == [(offset, turn)]:
+            self.rows.pop()
+            return
         place = bisect.bisect_left(self.rows, (offset, turn))
         if self.rows[place : place + 1] == [(offset, turn)]:
             del self.rows[place]

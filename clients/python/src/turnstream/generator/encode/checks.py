@@ -291,7 +291,7 @@ def _version_runs(
             )
         number = whole_number(policy_version, field="policy_version", limit=_VERSION_LIMIT)
         return (VersionRun(number, num_tokens),) if num_tokens else ()
-    num_covered = sum(run.num_tokens for run in runs)
+    num_covered = sum([run.num_tokens for run in runs])
     if runs and num_covered != num_tokens:
         raise InvalidTurnError(
             "version_runs", f"cover {num_covered} tokens, response_ids has {num_tokens}"
@@ -306,7 +306,12 @@ def _listed_runs(given: Iterable[VersionRun]) -> tuple[VersionRun, ...]:
     except TypeError as error:
         message = f"{quoted(given)} is no list of (version, num_tokens)"
         raise InvalidTurnError("version_runs", message) from error
-    for position, (version, num_tokens) in enumerate(listed):
+    for position, run in enumerate(listed):
+        version, num_tokens = run
+        is_known = type(version) is int and 0 <= version < _VERSION_LIMIT
+        if is_known and type(num_tokens) is int and 0 < num_tokens < 2**31:  # most runs
+            runs.append(run)
+            continue
         name = f"version_runs[{position}]"
         if version is not None:
             version = whole_number(version, field=f"{name}.version", limit=_VERSION_LIMIT)
