@@ -165,24 +165,11 @@ def _seal_writer_of(event: SealedTrajectory) -> Callable[[int], bytes]:
 def _decode_seal(message: wire.TrajectorySealed) -> SealedTrajectory:
     if len(message.turns) > MAX_TURNS:
         raise CorruptRecordError(f"a seal has {len(message.turns)} turns, more than {MAX_TURNS}")
-    shapes: list[TurnShape] = []
-    rewards: list[float] = []
-    crcs: list[int] = []
-    versions: list[tuple[VersionRun, ...]] = []
-    anchors: list[int | None] = []
-    for turn in message.turns:
-        shape = TurnShape(*_shape_values(turn))
-        _check_shape(shape, earlier=shapes)
-        shapes.append(shape)
-        rewards.append(turn.reward)
-        crcs.append(turn.payload_crc)
-        versions.append(_decode_versions(runs) if (runs := turn.trained_versions) else ())
-        anchors.append(turn.anchor if turn.HasField("anchor") else None)
-        if shape.num_tokens > MAX_TURN_TOKENS:
-            raise CorruptRecordError(
-                f"turn {len(shapes) - 1} of a seal has {shape.num_tokens} tokens, "
-                f"more than {MAX_TURN_TOKENS}"
-            )
+    turns = [*message.turns]
+    shapes = [TurnShape(*_shape_values(turn)) for turn in turns]
+    _check_shapes(shapes)
+    versions = [_decode_versions(runs) if (runs := turn.trained_versions) else () for turn in turns]
+    anchors = [turn.anchor if turn.HasField("anchor") else None for turn in turns]
     status = _STATUSES.get(message.status)
     if status is None:
         raise CorruptRecordError(f"{message.status!r} is no status of a trajectory")
@@ -195,8 +182,8 @@ def _decode_seal(message: wire.TrajectorySealed) -> SealedTrajectory:
         reward=message.reward if message.HasField("reward") else None,
         reward_components=_sorted(message.reward_components),
         turns=tuple(shapes),
-        turn_rewards=tuple(rewards),
-        payload_crcs=tuple(crcs),
+        turn_rewards=tuple([turn.reward for turn in turns]),
+        payload_crcs=tuple([turn.payload_crc for turn in turns]),
         anchors=() if set(anchors) <= {None} else tuple(anchors),
         turn_versions=_check_versions(versions, shapes),
         oldest_version=message.oldest_version if message.HasField("oldest_version") else None,
@@ -238,21 +225,27 @@ def _check_versions(
     return tuple(versions)
 
 
-def _check_shape(shape: TurnShape, *, earlier: list[TurnShape]) -> None:
-    parent = shape.parent_turn
-    if not NO_PARENT <= parent < len(earlier):
-        raise CorruptRecordError(f"turn {len(earlier)} of a seal has the parent {parent}")
-    num_shareable = 0 if parent == NO_PARENT else earlier[parent].num_tokens
-    if shape.shared_tokens > num_shareable:
-        raise CorruptRecordError(
-            f"turn {len(earlier)} of a seal shares {shape.shared_tokens} tokens "
-            f"of {num_shareable} in turn {parent}"
-        )
-    if shape.num_trained_tokens > shape.num_response_tokens:
-        raise CorruptRecordError(
-            f"turn {len(earlier)} of a seal trains {shape.num_trained_tokens} "
-            f"of {shape.num_response_tokens} response tokens"
-        )
+def _check_shapes(shapes: list[TurnShape]) -> None:
+    totals: list[int] = []
+    for index, shape in enumerate(shapes):
+        parent, shared, num_new, num_response, num_trained = shape
+        if not NO_PARENT <= parent < index:
+            raise CorruptRecordError(f"turn {index} of a seal has the parent {parent}")
+        num_shareable = 0 if parent == NO_PARENT else totals[parent]
+        if shared > num_shareable:
+            raise CorruptRecordError(
+                f"turn {index} of a seal shares {shared} tokens of {num_shareable} in turn {parent}"
+            )
+        if num_trained > num_response:
+            raise CorruptRecordError(
+                f"turn {index} of a seal trains {num_trained} of {num_response} response tokens"
+            )
+        num_tokens = shared + num_new + num_response
+        if num_tokens > MAX_TURN_TOKENS:
+            raise CorruptRecordError(
+                f"turn {index} of a seal has {num_tokens} tokens, more than {MAX_TURN_TOKENS}"
+            )
+        totals.append(num_tokens)
 
 
 def _check_event(event: Event) -> None:
