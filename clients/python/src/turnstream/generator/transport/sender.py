@@ -60,13 +60,15 @@ class Alarm:
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
         self._timer: asyncio.TimerHandle | None = None
+        self._when_s = 0.0
 
     def ring_in(self, pause_s: float) -> None:
         """Call the function after this time at the latest."""
         loop = asyncio.get_running_loop()
         when_s = loop.time() + pause_s
-        if self._timer is None or when_s < self._timer.when():
+        if self._timer is None or when_s < self._when_s:
             self.cancel()
+            self._when_s = when_s
             self._timer = loop.call_at(when_s, self._ring)
 
     def cancel(self) -> None:
