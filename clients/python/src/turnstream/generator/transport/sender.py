@@ -51,11 +51,7 @@ _Result = TypeVar("_Result")
 
 
 class Alarm:
-    """A timer that calls a function of the event loop in some time, or earlier.
-
-    It stays set from round to round: setting and stopping a timer for each round costs as much as
-    some turns. The function sets it again where it was called too early.
-    """
+    """A timer that stays set from round to round; its function sets it again if it is early."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
