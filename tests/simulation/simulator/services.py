@@ -16,8 +16,8 @@ from turnstream_server.batcher.planner.renewal import RENEWALS_PER_LEASE, Leader
 from turnstream_server.batcher.planner.runs import RunView
 from turnstream_server.ledger.core.frontier import read_frontier_async
 
-_HANGS = 0.5
-_HANGS_LEASES = 5
+_HANGS = 1.0
+_HANGS_LEASES = 2
 """How often at most such a thread hangs, and by how much longer than a lease."""
 
 _SEARCH_EVERY_S = 1.0
