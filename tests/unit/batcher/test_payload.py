@@ -23,7 +23,7 @@ from turnstream.batching.merge.plan import GroupPlan, TrajectoryPlan
 from turnstream.batching.rows.assemble import assemble_rows
 from turnstream.records.turns import decode_turn, encode_turn
 from turnstream.types import Rows, TrajectoryKey, Turn
-from turnstream_server.batcher.assembly.payload import DamagedPayloadError, Payload, PayloadReader
+from turnstream_server.batcher.assembly.payload import DamagedPayloadError, PayloadReader
 from turnstream_server.batcher.assembly.shares import PlannedBatch, build_rows
 
 Records = list[list[bytes]]
@@ -51,12 +51,8 @@ class StoredRecords(PayloadReader):
         self.records = records
         self.num_reads = 0
 
-    def read(self, plans: Sequence[TrajectoryPlan], **options: Any) -> Payload:
-        """Return the payload, and count the call."""
-        self.num_reads += 1
-        return super().read(plans, **options)
-
     def _fetch(self, plans: Sequence[TrajectoryPlan], *, run: str) -> Iterator[list[bytes]]:
+        self.num_reads += 1
         return (self.records[plan.key.sample] for plan in plans)
 
 

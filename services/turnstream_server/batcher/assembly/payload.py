@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -11,12 +12,13 @@ from redis import exceptions as redis_errors
 
 from turnstream.batching.merge.plan import TrajectoryPlan
 from turnstream.errors import CorruptRecordError, RecordError
-from turnstream.records.turns import check_turn_values, read_turn
+from turnstream.records.turns import decode_turn, read_turns
 from turnstream.store.client import keys
 from turnstream.store.client.connection import Link
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import pack
-from turnstream.types import StoredTurn, TrajectoryKey
+from turnstream.types import StoredTurn, StoredTurns, TrajectoryKey
+from turnstream.types.turns import TurnValues
 
 SLICE_TRAJECTORIES: Final = 128
 """Trajectories fetched and decoded in one go: it bounds the memory of a reply, and the time for
@@ -60,32 +62,50 @@ class PayloadReader:
         self._url = url
         self._idle: list[Link] = []  # appending and popping are atomic
 
-    def read(
-        self, plans: Sequence[TrajectoryPlan], *, run: str, checks_values: bool = True
-    ) -> Payload:
-        """Return the turns of these trajectories, with the checksums that were sealed.
+    def read(self, plans: Sequence[TrajectoryPlan], *, run: str) -> Payload:
+        """Return the checked turns of these trajectories, with the checksums that were sealed.
 
-        A DamagedPayloadError names every trajectory without them. Without `checks_values`, the
-        caller checks the values in the columns of `assemble_rows`.
+        A DamagedPayloadError names every trajectory without them.
         """
         turns: Payload = {}
         damages: list[Damage] = []
-        for start in range(0, len(plans), SLICE_TRAJECTORIES):
-            some = plans[start : start + SLICE_TRAJECTORIES]
-            for plan, records in zip(some, self._fetch(some, run=run), strict=True):
+        for some, records in self._fetch_slices(plans, run=run):
+            for plan, own in zip(some, records, strict=True):
                 try:
-                    turns[plan.key] = _decode(records, plan=plan, checks_values=checks_values)
+                    turns[plan.key] = _decode(own, plan=plan)
                 except RecordError as error:
                     damages.append(Damage(plan.key, str(error)))
         if damages:
             raise DamagedPayloadError(tuple(damages))
         return turns
 
+    def read_columns(self, plans: Sequence[TrajectoryPlan], *, run: str) -> StoredTurns:
+        """Return the turns of `read`, in order, without its check of values.
+
+        `assemble_columns` checks them. A RecordError need not name the damaged trajectory.
+        """
+        turns: list[TurnValues] = []
+        for some, records in self._fetch_slices(plans, run=run):
+            if [*map(len, records)] != [len(plan.payload_crcs) for plan in some]:
+                raise CorruptRecordError("turns are missing")
+            turns += read_turns([*itertools.chain.from_iterable(records)])
+        stored = StoredTurns.of_values(turns)
+        if [*stored.payload_crc] != [crc for plan in plans for crc in plan.payload_crcs]:
+            raise CorruptRecordError("a turn has another checksum than was sealed")
+        return stored
+
     def close(self) -> None:
         """Disconnect all idle connections. Safe in several threads at once."""
         with contextlib.suppress(IndexError):
             while True:
                 self._idle.pop().close()
+
+    def _fetch_slices(
+        self, plans: Sequence[TrajectoryPlan], *, run: str
+    ) -> Iterator[tuple[Sequence[TrajectoryPlan], list[list[bytes]]]]:
+        for start in range(0, len(plans), SLICE_TRAJECTORIES):
+            some = plans[start : start + SLICE_TRAJECTORIES]
+            yield some, [*self._fetch(some, run=run)]
 
     def _fetch(self, plans: Sequence[TrajectoryPlan], *, run: str) -> Iterator[list[bytes]]:
         data = pack(_words(plan, run=run) for plan in plans)
@@ -117,18 +137,11 @@ def _words(plan: TrajectoryPlan, *, run: str) -> tuple[str, ...]:
     return ("XRANGE", stream, "0-1", f"0-{len(plan.payload_crcs)}")
 
 
-def _decode(
-    records: Sequence[bytes], *, plan: TrajectoryPlan, checks_values: bool
-) -> list[StoredTurn]:
-    turns = [read_turn(record) for record in records]
-    if checks_values or any(turn.extras for turn in turns):
-        for turn in turns:
-            check_turn_values(turn)
+def _decode(records: Sequence[bytes], *, plan: TrajectoryPlan) -> list[StoredTurn]:
+    turns = [*map(decode_turn, records)]
     found = tuple([turn.payload_crc for turn in turns])
     if found != plan.payload_crcs:
         raise CorruptRecordError(_difference(found, plan.payload_crcs))
-    if not checks_values:
-        return turns
     for turn in turns:
         _check_values(turn)
     if plan.has_logprobs:

@@ -7,14 +7,14 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.merge.plan import ASSEMBLY_VERSION, GroupPlan, Manifest, TrajectoryPlan
 from turnstream.batching.packing.bins import Bins
-from turnstream.batching.rows.assemble import assemble_rows
+from turnstream.batching.rows.assemble import assemble_columns, assemble_rows
 from turnstream.batching.rows.minibatch import cut_ranks, rank_passes, rows_multiple, take_share
 from turnstream.batching.rows.plain_rows import INERT_LENGTH, INERT_RESPONSE_LENGTH
 from turnstream.errors import BatchingError, RecordError, UnknownFormatError
@@ -75,16 +75,16 @@ def build_rows(batch: PlannedBatch, reader: PayloadReader, *, mini_batch: int) -
     groups = batch.groups_of(mini_batch)
     members = [member for group in groups for member in group.trajectories]
     run, first_row_id = batch.manifest.run, batch.manifest.mini_batches[mini_batch].first_row_id
-    assemble = functools.partial(
-        assemble_rows,
-        extra_columns=batch.config.extra_columns,
-        masked_versions=batch.manifest.masked_versions,
-    )
+    options: dict[str, Any] = {
+        "extra_columns": batch.config.extra_columns,
+        "masked_versions": batch.manifest.masked_versions,
+    }
     with contextlib.suppress(BatchingError, RecordError):
-        payload = reader.read(members, run=run, checks_values=False)
-        return assemble(groups, payload, first_row_id=first_row_id)
+        turns = reader.read_columns(members, run=run)
+        return assemble_columns(groups, turns, first_row_id=first_row_id, **options)
     # Again, turn by turn: the errors name the trajectories.
     payload = reader.read(members, run=run)
+    assemble = functools.partial(assemble_rows, **options)
     try:
         return assemble(groups, payload, first_row_id=first_row_id)
     except (BatchingError, RecordError) as error:

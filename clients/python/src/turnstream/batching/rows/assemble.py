@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from turnstream.batching.merge.buffers import offsets_of
 from turnstream.batching.merge.columns import (
-    RowPieces,
+    MergedTurns,
+    RowTurns,
     TokenColumns,
     masked_columns,
-    stored_row,
+    merged_turns,
     token_columns,
 )
 from turnstream.batching.merge.merged_extras import merged_columns
@@ -27,6 +28,7 @@ from turnstream.types import (
     Ragged,
     Rows,
     StoredTurn,
+    StoredTurns,
     TrajectoryKey,
 )
 
@@ -41,28 +43,56 @@ def assemble_rows(
     extra_columns: Sequence[DeclaredColumn] = (),
     masked_versions: Collection[int] = (),
 ) -> Rows:
+    """Return the rows of `assemble_columns`, from the turns of each trajectory."""
+    for group in groups:
+        for trajectory in group.trajectories:
+            _check_payload(trajectory, payload[trajectory.key])
+    keys = [trajectory.key for group in groups for trajectory in group.trajectories]
+    return assemble_columns(
+        groups,
+        StoredTurns.of(itertools.chain.from_iterable([payload[key] for key in keys])),
+        first_row_id=first_row_id,
+        extra_columns=extra_columns,
+        masked_versions=masked_versions,
+    )
+
+
+def assemble_columns(
+    groups: Sequence[GroupPlan],
+    turns: StoredTurns,
+    *,
+    first_row_id: int,
+    extra_columns: Sequence[DeclaredColumn] = (),
+    masked_versions: Collection[int] = (),
+) -> Rows:
     """Return the merged rows of these groups in the plan's order, with all `extra_columns`.
 
-    `logprobs` is None if no turn has any, otherwise NaN at trained tokens of turns without.
-    `advantages` is None if no turn has one of its own.
+    `turns` has the turns of all trajectories, in the plan's order. `logprobs` is None if no turn
+    has any, otherwise NaN at trained tokens of turns without. `advantages` is None if no turn has
+    one of its own.
     """
     trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
-    pieces: list[RowPieces] = []
-    for _, trajectory in trajectories:
-        turns = payload[trajectory.key]
-        _check_payload(trajectory, turns)
-        pieces.extend([stored_row(turns, row.turns) for row in trajectory.sequences])
+    num_turns = [len(trajectory.payload_crcs) for _, trajectory in trajectories]
+    firsts = itertools.accumulate(num_turns, initial=0)
     planned = [(t, row) for _, t in trajectories for row in t.sequences]
+    merged = merged_turns(
+        turns,
+        [
+            RowTurns(first, row.turns)
+            for first, (_, trajectory) in zip(firsts, trajectories, strict=False)
+            for row in trajectory.sequences
+        ],
+    )
     is_masked = [trajectory.is_masked for trajectory, _ in planned]
-    columns = token_columns(pieces)
-    _check_values(planned, pieces, columns)
+    columns = token_columns(merged)
+    _check_values(planned, merged, columns)
     columns = masked_columns(columns, is_masked=is_masked, masked_versions=masked_versions)
-    _check_lengths(planned, pieces, columns)
+    _check_lengths(planned, merged, columns)
     rows = _rows(trajectories, columns, planned=planned, first_row_id=first_row_id)
-    rows = replace(rows, advantages=_turn_advantages(planned, pieces, columns))
+    rows = replace(rows, advantages=_turn_advantages(planned, merged, columns))
     if not extra_columns:
         return rows
-    return replace(rows, extras=merged_columns(pieces, extra_columns))
+    return replace(rows, extras=merged_columns(merged, extra_columns))
 
 
 def concatenate_rows(parts: Sequence[Rows]) -> Rows:
@@ -91,14 +121,15 @@ def _check_payload(trajectory: TrajectoryPlan, turns: Sequence[StoredTurn]) -> N
 
 def _check_values(
     planned: Sequence[tuple[TrajectoryPlan, SequenceShape]],
-    pieces: Sequence[RowPieces],
+    merged: MergedTurns,
     columns: TokenColumns,
 ) -> None:
     """Refuse values that would make the gradient of a whole batch non-finite."""
     least = columns.input_ids.values.min(initial=0)
     if least < 0:
         raise CorruptRecordError(f"a turn has the token id {least}")
-    num_missing = _num_missing(pieces)
+    missing_N = _num_missing(merged.turns)
+    num_missing = int(missing_N.sum())
     for name in ("rewards", "token_weights", "logprobs"):
         column: Ragged[np.float32] | None = getattr(columns, name)
         if column is None or _are_finite(column.values):
@@ -109,8 +140,9 @@ def _check_values(
     weights = columns.token_weights
     if weights is not None and weights.values.min(initial=0) < 0:
         raise CorruptRecordError("a turn has token_weights below 0")
-    for (trajectory, _), piece in zip(planned, pieces, strict=True) if num_missing else ():
-        if trajectory.has_logprobs and _num_missing([piece]):
+    missing_B = np.add.reduceat(missing_N, merged.offsets[:-1]) if num_missing else []
+    for (trajectory, _), missing in zip(planned, missing_B, strict=False):
+        if trajectory.has_logprobs and missing:
             raise CorruptRecordError(f"{trajectory.key} lacks the logprobs that were sealed")
 
 
@@ -118,22 +150,27 @@ def _are_finite(values: NDArray[np.float32]) -> bool:
     return bool(np.isfinite(values.min(initial=0)) and np.isfinite(values.max(initial=0)))
 
 
-def _num_missing(pieces: Sequence[RowPieces]) -> int:
-    """Return the number of trained tokens in turns without log-probabilities."""
-    turns = [piece.stored[index] for piece in pieces for index in piece.indices]
-    return sum([turn.shape.num_trained_tokens for turn in turns if turn.logprobs is None])
+def _num_missing(turns: StoredTurns) -> NDArray[np.int64]:
+    """Return (N,), the trained tokens of the turns without log-probabilities."""
+    missing_N = np.zeros(len(turns.logprobs), np.int64)
+    for turn, logprobs in enumerate(turns.logprobs):
+        if logprobs is None:
+            mask, count = turns.loss_mask[turn], turns.num_response_tokens[turn]
+            missing_N[turn] = count if mask is None else np.count_nonzero(mask)
+    return missing_N
 
 
 def _check_lengths(
     planned: Sequence[tuple[TrajectoryPlan, SequenceShape]],
-    pieces: Sequence[RowPieces],
+    merged: MergedTurns,
     columns: TokenColumns,
 ) -> None:
     lengths = columns.input_ids.lengths.tolist()
-    for (trajectory, row), piece, num_tokens, trained in zip(
-        planned, pieces, lengths, columns.num_trained(), strict=True
+    prompts = merged.prompt_lengths.tolist()
+    for (trajectory, row), *shape in zip(
+        planned, prompts, lengths, columns.num_trained(), strict=True
     ):
-        found = piece.prompt_length, num_tokens, trained
+        found = tuple(shape)
         if found != row[1:]:
             raise CorruptRecordError(
                 f"{trajectory.key}: a row of (prompt, all, trained) tokens {found}, "
@@ -183,7 +220,7 @@ def _rows(
 
 def _turn_advantages(
     planned: Sequence[tuple[TrajectoryPlan, SequenceShape]],
-    pieces: Sequence[RowPieces],
+    merged: MergedTurns,
     columns: TokenColumns,
 ) -> Ragged[np.float32] | None:
     """Return the advantages of the turns at their tokens, else those of the trajectory."""
@@ -194,11 +231,10 @@ def _turn_advantages(
         for trajectory, row in planned
         for turn in row.turns
     ]
-    ends = [end for piece in pieces for _, end in piece.spans]
-    offsets = np.cumsum([0, *[len(row.turns) for _, row in planned]]).astype(np.int32)
+    offsets = merged.offsets.astype(np.int32)
     return broadcast_turns(
         Ragged(np.array(values, np.float32), offsets),
-        ends=Ragged(np.array(ends, np.int64), offsets),
+        ends=Ragged(merged.spans[:, 1], offsets),
         loss_mask=columns.loss_mask,
     )
 
