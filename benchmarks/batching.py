@@ -50,7 +50,7 @@ from turnstream.batching.layouts.sft import (
     packed_supervised,
     supervised_rows,
 )
-from turnstream.batching.merge.columns import RowTurns, merged_turns, token_columns
+from turnstream.batching.merge.columns import merged_turns, token_columns
 from turnstream.batching.merge.merging import plan_sequences, store_turns
 from turnstream.types import Ragged, Rows, StoredTurn, StoredTurns, Turn
 
@@ -187,7 +187,7 @@ def _merged(turns: list[list[Turn]]) -> Any:
 def _assembly(stored: list[list[StoredTurn]]) -> Callable[[], Any]:
     firsts = itertools.accumulate([len(own) for own in stored], initial=0)
     rows = [
-        RowTurns(first, row.turns)
+        [first + turn for turn in row.turns]
         for first, own in zip(firsts, stored, strict=False)
         for row in plan_sequences([turn.shape for turn in own], merge=True)
     ]

@@ -80,19 +80,14 @@ class PayloadReader:
         return turns
 
     def read_columns(self, plans: Sequence[TrajectoryPlan], *, run: str) -> StoredTurns:
-        """Return the turns of `read`, in order, without its check of values.
+        """Return the turns of `read`, in order, without its checks of checksums and values.
 
-        `assemble_columns` checks them. A RecordError need not name the damaged trajectory.
+        `assemble_rows` checks them. A RecordError does not name the damaged trajectory.
         """
         turns: list[TurnValues] = []
-        for some, records in self._fetch_slices(plans, run=run):
-            if [*map(len, records)] != [len(plan.payload_crcs) for plan in some]:
-                raise CorruptRecordError("turns are missing")
+        for _, records in self._fetch_slices(plans, run=run):
             turns += read_turns([*itertools.chain.from_iterable(records)])
-        stored = StoredTurns.of_values(turns)
-        if [*stored.payload_crc] != [crc for plan in plans for crc in plan.payload_crcs]:
-            raise CorruptRecordError("a turn has another checksum than was sealed")
-        return stored
+        return StoredTurns.of_values(turns)
 
     def close(self) -> None:
         """Disconnect all idle connections. Safe in several threads at once."""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.merge.plan import ASSEMBLY_VERSION, GroupPlan, Manifest, TrajectoryPlan
 from turnstream.batching.packing.bins import Bins
-from turnstream.batching.rows.assemble import assemble_columns, assemble_rows
+from turnstream.batching.rows.assemble import assemble_rows
 from turnstream.batching.rows.minibatch import cut_ranks, rank_passes, rows_multiple, take_share
 from turnstream.batching.rows.plain_rows import INERT_LENGTH, INERT_RESPONSE_LENGTH
 from turnstream.errors import BatchingError, RecordError, UnknownFormatError
@@ -27,6 +28,7 @@ from turnstream.types import (
     OperationColumns,
     Ragged,
     Rows,
+    StoredTurns,
 )
 from turnstream_server.batcher.assembly.payload import Damage, DamagedPayloadError, PayloadReader
 
@@ -75,23 +77,25 @@ def build_rows(batch: PlannedBatch, reader: PayloadReader, *, mini_batch: int) -
     groups = batch.groups_of(mini_batch)
     members = [member for group in groups for member in group.trajectories]
     run, first_row_id = batch.manifest.run, batch.manifest.mini_batches[mini_batch].first_row_id
-    options: dict[str, Any] = {
-        "extra_columns": batch.config.extra_columns,
-        "masked_versions": batch.manifest.masked_versions,
-    }
+    assemble = functools.partial(
+        assemble_rows,
+        extra_columns=batch.config.extra_columns,
+        masked_versions=batch.manifest.masked_versions,
+    )
     with contextlib.suppress(BatchingError, RecordError):
         turns = reader.read_columns(members, run=run)
-        return assemble_columns(groups, turns, first_row_id=first_row_id, **options)
+        return assemble(groups, turns, first_row_id=first_row_id)
     # Again, turn by turn: the errors name the trajectories.
     payload = reader.read(members, run=run)
-    assemble = functools.partial(assemble_rows, **options)
+    turns = StoredTurns.of(itertools.chain.from_iterable([payload[m.key] for m in members]))
     try:
-        return assemble(groups, payload, first_row_id=first_row_id)
+        return assemble(groups, turns, first_row_id=first_row_id)
     except (BatchingError, RecordError) as error:
         damages: list[Damage] = []
         for alone in (replace(g, trajectories=(m,)) for g in groups for m in g.trajectories):
             try:
-                assemble([alone], payload, first_row_id=0)
+                own = StoredTurns.of(payload[alone.trajectories[0].key])
+                assemble([alone], own, first_row_id=0)
             except (BatchingError, RecordError) as own_error:
                 damages.append(Damage(alone.trajectories[0].key, str(own_error)))
         if not damages:  # they fail only together

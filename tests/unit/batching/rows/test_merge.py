@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from testkit import assert_same, ids, spell, turn
 from testkit.links import linked_slowly
 from testkit.strategies import trees
-from turnstream.batching.merge.columns import RowTurns, merged_turns, shared_pieces, token_columns
+from turnstream.batching.merge.columns import merged_turns, shared_pieces, token_columns
 from turnstream.batching.merge.merging import merge_turns, plan_sequences, store_turns, turn_prompts
 from turnstream.batching.merge.plan import SequenceShape
 from turnstream.batching.merge.prefix import PrefixIndex, PrefixMatch
@@ -112,7 +112,7 @@ def test_more_tokens_than_int32_offsets_count_are_refused() -> None:
     wide = replace(one, shared_tokens=2**31 - 2)
 
     with pytest.raises(BatchingError, match="2147483648 values in one mini-batch"):
-        token_columns(merged_turns(StoredTurns.of([wide]), [RowTurns(0, [0])]))
+        token_columns(merged_turns(StoredTurns.of([wide]), [[0]]))
 
 
 def slow_merge(turns: tuple[Turn, ...]) -> list[tuple[list[int], list[list[float]]]]:

@@ -21,7 +21,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from turnstream.errors import CorruptRecordError, InvalidTurnError, RecordError
+from turnstream.errors import CorruptRecordError, InvalidTurnError
 from turnstream.records.encoding import (
     MAJOR_VERSION,
     TURN,
@@ -53,10 +53,6 @@ _TYPES: Final = {
     "token_weights": _ArrayType(np.dtype("<f4"), "float32"),
     "loss_mask": _ArrayType(np.dtype("u1"), "uint8"),
 }
-
-_NO_ARRAYS: Final[dict[str, NDArray[Any] | None]] = dict.fromkeys(_TYPES)
-
-_MAX_CACHED_BYTES: Final = 64
 
 _SPEC_HEADS: Final = {
     name: [
@@ -194,7 +190,7 @@ def decode_turn(record: bytes) -> StoredTurn:
         parent_turn=header.parent_turn,
         shared_tokens=header.shared_tokens,
         num_response_tokens=header.num_response_tokens,
-        version_runs=_version_runs(runs) if (runs := header.version_runs) else (),
+        version_runs=tuple(map(_version_run, header.version_runs)),
         payload_crc=frame.crc,
         anchor=header.anchor if header.HasField("anchor") else None,
         **columns,
@@ -211,60 +207,58 @@ def read_turns(records: Sequence[bytes]) -> list[TurnValues]:
     Where no record has an extra column, lengths and types agree, but values are not checked:
     one check of joined columns costs less.
     """
-    with contextlib.suppress(DecodeError, RecordError):
+    with contextlib.suppress(DecodeError, ValueError):
         frames = check_frames(records, kind=TURN)
         return [_plain_turn(*each) for each in zip(records, frames, strict=True)]
     return [turn_values(decode_turn(record)) for record in records]
 
 
 def _plain_turn(record: bytes, frame: tuple[int, int]) -> TurnValues:
-    """Return the turn of a record without extra columns; an error for any other has no text."""
+    """Return the turn of a record without extra columns; a ValueError for any other."""
     version, num_header_bytes = frame
-    parts = wire.TurnHeaderParts.FromString(record[8 : 8 + num_header_bytes])
+    start, stop = 8 + num_header_bytes, len(record) - 4
+    parts = wire.TurnHeaderParts.FromString(record[8:start])
     parent, shared, num_response = parts.parent_turn, parts.shared_tokens, parts.num_response_tokens
-    start, stop = 8 + num_header_bytes + -num_header_bytes % 8, len(record) - 4
-    arrays = _NO_ARRAYS.copy()
+    start += -num_header_bytes % 8
+    arrays: list[NDArray[Any] | None] = [None] * len(_TYPES)
     for message in parts.arrays[:]:
-        name, dtype, num_bytes, num_values = _plain_spec(message)
-        if start + num_bytes > stop or arrays[name] is not None:
-            raise RecordError
-        if num_values < num_response or (num_values > num_response and name != "token_ids"):
-            raise RecordError
-        arrays[name] = np.frombuffer(record, dtype, num_values, start)
-        start += num_bytes
-    ids, logprobs, rewards, weights, mask = arrays.values()
-    if start != stop or ids is None or (weights is None) == (version == WEIGHTED_VERSION):
-        raise RecordError
-    if not NO_PARENT <= parent < parts.index or (shared and parent == NO_PARENT):
-        raise RecordError
-    runs = [*map(_stored_run, parts.version_runs[:])]
-    versions = runs[0] if len(runs) == 1 else tuple([run for (run,) in runs])
+        place, dtype, num_values = _plain_spec(message)
+        is_long = num_values > num_response and place > 0
+        if arrays[place] is not None or num_values < num_response or is_long:
+            raise ValueError
+        arrays[place] = np.frombuffer(record, dtype, num_values, start)
+        start += num_values * dtype.itemsize
+    ids, logprobs, rewards, weights, mask = arrays
+    is_sound = NO_PARENT <= parent < parts.index and (not shared or parent != NO_PARENT)
+    is_whole = start == stop and ids is not None
+    if not is_sound or not is_whole or (weights is None) == (version == WEIGHTED_VERSION):
+        raise ValueError
+    runs = parts.version_runs[:]
+    versions = _plain_run(runs[0]) if len(runs) == 1 else sum(map(_plain_run, runs), ())
     crc = int.from_bytes(record[stop:], "little")
     return parent, shared, ids, num_response, logprobs, mask, rewards, weights, versions, crc, {}
 
 
+_MAX_CACHED_BYTES: Final = 64
+"""A longer message has unknown fields, and could fill the memory of a cache."""
+
+
 @lru_cache(maxsize=8192)
-def _plain_spec(message: bytes) -> tuple[str, np.dtype[Any], int, int]:
-    """Return name, type, bytes and values of an array of `_TYPES`; an error for any other."""
+def _plain_spec(message: bytes) -> tuple[int, np.dtype[Any], int]:
+    """Return place in `_TYPES`, type and length of an array; a ValueError for any other."""
     spec = wire.ArraySpec.FromString(message)
-    known = _TYPES.get(spec.name)
-    if known is None or spec.dtype != known.name or len(spec.shape) != 1:
-        raise RecordError
-    _require_short(message)
-    return spec.name, known.dtype, spec.shape[0] * known.dtype.itemsize, spec.shape[0]
+    (length,) = spec.shape
+    place = [(name, known.name) for name, known in _TYPES.items()].index((spec.name, spec.dtype))
+    if len(message) > _MAX_CACHED_BYTES:
+        raise ValueError
+    return place, _TYPES[spec.name].dtype, length
 
 
 @lru_cache(maxsize=8192)
-def _stored_run(message: bytes) -> tuple[VersionRun]:
-    _require_short(message)
-    run = wire.VersionRun.FromString(message)
-    return (VersionRun(_version_of(run), run.count),)
-
-
-def _require_short(message: bytes) -> None:
-    """Refuse a message with unknown fields, which could fill the memory of a cache."""
+def _plain_run(message: bytes) -> tuple[VersionRun, ...]:
     if len(message) > _MAX_CACHED_BYTES:
-        raise RecordError
+        raise ValueError
+    return (_version_run(wire.VersionRun.FromString(message)),)
 
 
 def _equal_the_mask(weights: NDArray[np.float32], mask: NDArray[np.uint8] | None) -> bool:
@@ -310,19 +304,8 @@ def _arrays(
 _DTYPES: Final = {np.dtype(code).name: np.dtype(f"<{code}") for code in "?bBhHiIqQefd"}
 
 
-def _version_runs(runs: Sequence[wire.VersionRun]) -> tuple[VersionRun, ...]:
-    if len(runs) == 1:
-        return _only_run(_version_of(runs[0]), runs[0].count)
-    return tuple([VersionRun(_version_of(run), run.count) for run in runs])
-
-
-def _version_of(run: wire.VersionRun) -> int | None:
-    return run.version or (0 if run.HasField("version") else None)
-
-
-@lru_cache(maxsize=4096)
-def _only_run(version: int | None, num_tokens: int) -> tuple[VersionRun, ...]:
-    return (VersionRun(version, num_tokens),)
+def _version_run(run: wire.VersionRun) -> VersionRun:
+    return VersionRun(run.version if run.HasField("version") else None, run.count)
 
 
 def _contradiction(turn: StoredTurn) -> tuple[str, str] | None:

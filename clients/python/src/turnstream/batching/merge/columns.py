@@ -7,6 +7,7 @@ version.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.merge.buffers import empty_in_one_piece, offsets_of, row_sums
+from turnstream.batching.merge.buffers import empty_in_one_piece, offsets_of
 from turnstream.errors import InvalidTurnError
 from turnstream.types import Ragged, StoredTurns, VersionRun
 
@@ -22,32 +23,20 @@ OBSERVED = -1
 """Written where a version run has no version."""
 
 
-class RowTurns(NamedTuple):
-    """One row, not yet copied together.
-
-    Attributes:
-        first: position of its trajectory's first turn among all stored turns.
-        indices: the merged turns in their trajectory, each the parent of the next.
-    """
-
-    first: int
-    indices: Sequence[int]
-
-
 class MergedTurns(NamedTuple):
     """B rows of N turns, not yet copied together.
 
     Attributes:
-        stored: all turns of the trajectories.
-        rows: B rows.
-        turns: the merged turns, in order of the rows.
+        stored: all turns of the trajectories, with positions as `parent_turn`.
+        rows: positions in `stored` of the turns of B rows, each the parent of the next.
+        turns: the turns of all rows, in order.
         offsets: int64 (B + 1,), the turns of each row.
         prompt_lengths: int64 (B,), in tokens.
         spans: int64 (N, 2), begin and end of every turn's own response, counted in response tokens.
     """
 
     stored: StoredTurns
-    rows: Sequence[RowTurns]
+    rows: Sequence[Sequence[int]]
     turns: StoredTurns
     offsets: NDArray[np.int64]
     prompt_lengths: NDArray[np.int64]
@@ -72,13 +61,14 @@ class TokenColumns:
 
     def num_trained(self) -> list[int]:
         """B numbers, response tokens with mask 1."""
-        return row_sums(self.loss_mask, np.int64).tolist()
+        mask = replace(self.loss_mask, values=self.loss_mask.values.view(np.bool_))
+        return [int(np.count_nonzero(mask[row])) for row in range(len(mask))]
 
 
-def merged_turns(stored: StoredTurns, rows: Sequence[RowTurns]) -> MergedTurns:
-    """Return these rows of one or more trajectories, whose stored turns follow each other."""
-    turns = stored.taken([first + index for first, indices in rows for index in indices])
-    offsets = np.cumsum([0, *[len(indices) for _, indices in rows]])
+def merged_turns(stored: StoredTurns, rows: Sequence[Sequence[int]]) -> MergedTurns:
+    """Return the rows that merge these turns, given as in MergedTurns."""
+    turns = stored.taken([*itertools.chain.from_iterable(rows)])
+    offsets = np.cumsum([0, *map(len, rows)])
     first_B, num_turns_B = offsets[:-1], np.diff(offsets)
     lengths_N = np.array([*map(len, turns.token_ids)], np.int64)
     counts_N = np.array(turns.num_response_tokens, np.int64)
@@ -95,13 +85,13 @@ def merged_turns(stored: StoredTurns, rows: Sequence[RowTurns]) -> MergedTurns:
     )
 
 
-def shared_pieces(stored: StoredTurns, turn: int, *, first: int = 0) -> list[NDArray[np.int32]]:
+def shared_pieces(stored: StoredTurns, turn: int) -> list[NDArray[np.int32]]:
     """Return the prompt tokens that a turn shares with earlier ones, as views, first to last."""
 
     def own(turn: int) -> tuple[int, NDArray[np.int32]]:
         return stored.shared_tokens[turn], stored.token_ids[turn]
 
-    return whole_pieces(stored, turn, own, field="shared_tokens", first=first)[:-1]
+    return whole_pieces(stored, turn, own, field="shared_tokens")[:-1]
 
 
 def whole_pieces(
@@ -110,26 +100,23 @@ def whole_pieces(
     own: Callable[[int], tuple[int, NDArray[Any]]],
     *,
     field: str,
-    first: int,
 ) -> list[NDArray[Any]]:
     """Return all values of a turn, those that it shares with earlier turns first, as views.
 
-    `own` returns the number of values that a turn shares, and the values that it adds. Turns are
-    positions in `stored`, and `first` is that of the first turn of the trajectory.
+    `own` returns the number of values that a turn shares, and the values that it adds.
     """
     missing, values = own(turn)
     pieces = [values]
     while missing:
-        parent, child = stored.parent_turn[turn], turn - first
-        if not 0 <= parent < child:
-            raise InvalidTurnError("parent_turn", f"turn {child} follows turn {parent}")
-        turn = first + parent
+        turn, child = stored.parent_turn[turn], turn
+        if not 0 <= turn < child:
+            raise InvalidTurnError("parent_turn", f"turn {child} follows turn {turn}")
         num_shared, values = own(turn)
         num_own = missing - num_shared
         if num_own > len(values):
             num_values = num_shared + len(values)
             raise InvalidTurnError(
-                field, f"{missing} values of turn {parent}, which has {num_values}"
+                field, f"{missing} values of turn {turn}, which has {num_values}"
             )
         if num_own > 0:
             pieces.append(values[:num_own])
@@ -155,8 +142,8 @@ def token_columns(merged: MergedTurns) -> TokenColumns:
     bounds = offsets_of(lengths_B)
     id_bounds = offsets_of(lengths_B + merged.prompt_lengths)
     num_tokens = int(bounds[-1])
-    has_logprobs = any(values is not None for values in turns.logprobs)
-    has_weights = any(values is not None for values in turns.token_weights)
+    has_logprobs = _is_any_given(turns.logprobs)
+    has_weights = _is_any_given(turns.token_weights)
     ids, logprobs, rewards, mask, weights = empty_in_one_piece(
         ((int(id_bounds[-1]),), np.int32),
         ((num_tokens if has_logprobs else 0,), np.float32),
@@ -189,15 +176,18 @@ def token_columns(merged: MergedTurns) -> TokenColumns:
 def _id_pieces(merged: MergedTurns) -> Sequence[NDArray[np.int32]]:
     """Return the pieces of prompt + response of all rows, in order."""
     own = merged.turns.token_ids
-    if not any(merged.turns.shared_tokens[start] for start in merged.offsets[:-1].tolist()):
+    if not np.array(merged.turns.shared_tokens)[merged.offsets[:-1]].any():
         return own
     pieces: list[NDArray[np.int32]] = []
-    for (first, indices), start, stop in zip(
-        merged.rows, merged.offsets.tolist(), merged.offsets[1:].tolist(), strict=False
-    ):
-        pieces += shared_pieces(merged.stored, first + indices[0], first=first)
-        pieces += own[start:stop]
+    turns = iter(own)
+    for row in merged.rows:
+        pieces += shared_pieces(merged.stored, row[0])
+        pieces += itertools.islice(turns, len(row))
     return pieces
+
+
+def _is_any_given(arrays: Sequence[NDArray[Any] | None]) -> bool:
+    return any(array is not None for array in arrays)
 
 
 def _sampled(gaps_N: NDArray[np.int64], counts_N: NDArray[np.int64]) -> NDArray[np.bool_] | None:
@@ -221,7 +211,7 @@ def _write(
     Thousands of short responses cost less in two copies than with thousands of short zeros.
     """
     given: Sequence[NDArray[Any] | None] = getattr(turns, field)
-    if not any(array is not None for array in given):
+    if not _is_any_given(given):
         into[:] = 0 if field == "rewards" else 1 if is_sampled is None else is_sampled
         return
     arrays = [

@@ -64,47 +64,44 @@ def whole_extras(
 
 def _row_pieces(merged: MergedTurns, row: int, column: DeclaredColumn) -> list[NDArray[Any]]:
     """Return the values of the row in the column, in order."""
-    stored, (first, indices) = merged.stored, merged.rows[row]
+    stored, turns = merged.stored, merged.rows[row]
     if column.per == "row":
-        return [_agreed_value(stored, first, indices, column)]
+        return [_agreed_value(stored, turns, column)]
     if column.per != "response_token":
-        return _turn_pieces(stored, first + indices[-1], column, first=first)
+        return _turn_pieces(stored, turns[-1], column)
     pieces: list[NDArray[Any]] = []
     last = 0
-    for turn, (begin, end) in zip(indices, merged.spans_of(row), strict=True):
+    for turn, (begin, end) in zip(turns, merged.spans_of(row), strict=True):
         if begin > last:
             pieces.append(filled(column, begin - last))
-        pieces += _turn_pieces(stored, first + turn, column, first=first)
+        pieces += _turn_pieces(stored, turn, column)
         last = end
     return pieces
 
 
 def _agreed_value(
-    stored: StoredTurns, first: int, indices: Sequence[int], column: DeclaredColumn
+    stored: StoredTurns, turns: Sequence[int], column: DeclaredColumn
 ) -> NDArray[Any]:
-    wholes = [
-        np.concatenate(_turn_pieces(stored, first + turn, column, first=first)) for turn in indices
-    ]
-    value = wholes[0]
-    for other, found in zip(indices, wholes, strict=True):
+    first, *others = turns
+    value = np.concatenate(_turn_pieces(stored, first, column))
+    for other in others:
+        found = np.concatenate(_turn_pieces(stored, other, column))
         if found.tobytes() != value.tobytes():
             raise InvalidTurnError(
                 field_of(column),
-                f"differs between turns {indices[0]} and {other}, which make one row: it has one "
-                "value per row",
+                f"differs between turns {first} and {other}, which make one row: it has one value "
+                "per row",
             )
     return value
 
 
-def _turn_pieces(
-    stored: StoredTurns, turn: int, column: DeclaredColumn, *, first: int = 0
-) -> list[NDArray[Any]]:
+def _turn_pieces(stored: StoredTurns, turn: int, column: DeclaredColumn) -> list[NDArray[Any]]:
     """Return all values of a turn in a column, its parents' part first, as views."""
-    own = functools.partial(_own_piece, stored, column=column, first=first)
-    return whole_pieces(stored, turn, own, field=field_of(column), first=first)
+    own = functools.partial(_own_piece, stored, column=column)
+    return whole_pieces(stored, turn, own, field=field_of(column))
 
 
-def _own_piece(stored: StoredTurns, turn: int, *, column: DeclaredColumn, first: int) -> ExtraPiece:
+def _own_piece(stored: StoredTurns, turn: int, *, column: DeclaredColumn) -> ExtraPiece:
     """Return the values of a column in a stored turn, or the default."""
     num_response, shared_tokens = stored.num_response_tokens[turn], stored.shared_tokens[turn]
     num_prompt = shared_tokens + len(stored.token_ids[turn]) - num_response
@@ -114,7 +111,7 @@ def _own_piece(stored: StoredTurns, turn: int, *, column: DeclaredColumn, first:
             column.per, num_tokens=num_prompt + num_response, num_response=num_response
         )
         if count != 0 and column.per != "items" and not column.is_optional:
-            raise InvalidTurnError(field_of(column), f"turn {turn - first} has none")
+            raise InvalidTurnError(field_of(column), f"turn {turn} has none")
         if not count:
             return ExtraPiece(0, no_values(column))
         num_shared = shared_tokens if column.per == "token" else 0

@@ -31,7 +31,7 @@ from turnstream.batching.config.declarations import (
     no_values,
     require_declared,
 )
-from turnstream.batching.merge.columns import OBSERVED, RowTurns, merged_turns, token_columns
+from turnstream.batching.merge.columns import OBSERVED, merged_turns, token_columns
 from turnstream.batching.merge.merged_extras import merged_columns
 from turnstream.batching.merge.plan import SequenceShape
 from turnstream.batching.merge.prefix import PrefixIndex, PrefixMatch
@@ -102,7 +102,7 @@ def merge_turns(
     """
     stored = store_turns(turns, extra_columns=extra_columns)
     planned = plan_sequences([turn.shape for turn in stored], merge=True)
-    merged = merged_turns(StoredTurns.of(stored), [RowTurns(0, row.turns) for row in planned])
+    merged = merged_turns(StoredTurns.of(stored), [row.turns for row in planned])
     columns, extras = token_columns(merged), merged_columns(merged, extra_columns)
     weights = columns.token_weights
     return [

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from turnstream.batching.merge.buffers import offsets_of
 from turnstream.batching.merge.columns import (
     MergedTurns,
-    RowTurns,
     TokenColumns,
     masked_columns,
     merged_turns,
@@ -24,12 +23,11 @@ from turnstream.batching.merge.plan import GroupPlan, SequenceShape, TrajectoryP
 from turnstream.batching.scoring.advantages import broadcast_turns
 from turnstream.errors import BatchingError, CorruptRecordError
 from turnstream.types import (
+    NO_PARENT,
     DeclaredColumn,
     Ragged,
     Rows,
-    StoredTurn,
     StoredTurns,
-    TrajectoryKey,
 )
 
 Value = TypeVar("Value")
@@ -37,29 +35,7 @@ Value = TypeVar("Value")
 
 def assemble_rows(
     groups: Sequence[GroupPlan],
-    payload: Mapping[TrajectoryKey, Sequence[StoredTurn]],
-    *,
-    first_row_id: int,
-    extra_columns: Sequence[DeclaredColumn] = (),
-    masked_versions: Collection[int] = (),
-) -> Rows:
-    """Return the rows of `assemble_columns`, from the turns of each trajectory."""
-    for group in groups:
-        for trajectory in group.trajectories:
-            _check_payload(trajectory, payload[trajectory.key])
-    keys = [trajectory.key for group in groups for trajectory in group.trajectories]
-    return assemble_columns(
-        groups,
-        StoredTurns.of(itertools.chain.from_iterable([payload[key] for key in keys])),
-        first_row_id=first_row_id,
-        extra_columns=extra_columns,
-        masked_versions=masked_versions,
-    )
-
-
-def assemble_columns(
-    groups: Sequence[GroupPlan],
-    turns: StoredTurns,
+    stored: StoredTurns,
     *,
     first_row_id: int,
     extra_columns: Sequence[DeclaredColumn] = (),
@@ -67,22 +43,13 @@ def assemble_columns(
 ) -> Rows:
     """Return the merged rows of these groups in the plan's order, with all `extra_columns`.
 
-    `turns` has the turns of all trajectories, in the plan's order. `logprobs` is None if no turn
+    `stored` has the turns of all trajectories, in the plan's order. `logprobs` is None if no turn
     has any, otherwise NaN at trained tokens of turns without. `advantages` is None if no turn has
     one of its own.
     """
     trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
-    num_turns = [len(trajectory.payload_crcs) for _, trajectory in trajectories]
-    firsts = itertools.accumulate(num_turns, initial=0)
+    merged = _merged(stored, [trajectory for _, trajectory in trajectories])
     planned = [(t, row) for _, t in trajectories for row in t.sequences]
-    merged = merged_turns(
-        turns,
-        [
-            RowTurns(first, row.turns)
-            for first, (_, trajectory) in zip(firsts, trajectories, strict=False)
-            for row in trajectory.sequences
-        ],
-    )
     is_masked = [trajectory.is_masked for trajectory, _ in planned]
     columns = token_columns(merged)
     _check_values(planned, merged, columns)
@@ -110,13 +77,24 @@ def take_rows(rows: Rows, positions: Sequence[int]) -> Rows:
     return _each_column([rows], lambda columns: _taken(columns, index), name="rows")
 
 
-def _check_payload(trajectory: TrajectoryPlan, turns: Sequence[StoredTurn]) -> None:
-    found = tuple([turn.payload_crc for turn in turns])
-    if found != trajectory.payload_crcs:
+def _merged(stored: StoredTurns, plans: Sequence[TrajectoryPlan]) -> MergedTurns:
+    """Return the planned rows of stored turns, which have the planned checksums."""
+    planned = [crc for plan in plans for crc in plan.payload_crcs]
+    if planned != [*stored.payload_crc]:
         raise CorruptRecordError(
-            f"{trajectory.key}: {len(found)} turns with checksums {found[:4]}, planned were "
-            f"{len(trajectory.payload_crcs)} with {trajectory.payload_crcs[:4]}"
+            f"{len(stored.payload_crc)} turns with checksums {stored.payload_crc[:4]}, planned "
+            f"were {len(planned)} with {planned[:4]}"
         )
+    num_turns = [len(plan.payload_crcs) for plan in plans]
+    firsts = [*itertools.accumulate(num_turns, initial=0)]
+    parents_N = np.array(stored.parent_turn, np.int64)
+    parents_N += np.where(parents_N == NO_PARENT, 0, np.repeat(firsts[:-1], num_turns))
+    rows = [
+        [first + turn for turn in row.turns]
+        for first, plan in zip(firsts, plans, strict=False)
+        for row in plan.sequences
+    ]
+    return merged_turns(stored._replace(parent_turn=parents_N.tolist()), rows)
 
 
 def _check_values(
@@ -128,8 +106,7 @@ def _check_values(
     least = columns.input_ids.values.min(initial=0)
     if least < 0:
         raise CorruptRecordError(f"a turn has the token id {least}")
-    missing_N = _num_missing(merged.turns)
-    num_missing = int(missing_N.sum())
+    num_missing = _num_missing(merged.turns, range(len(merged.turns.logprobs)))
     for name in ("rewards", "token_weights", "logprobs"):
         column: Ragged[np.float32] | None = getattr(columns, name)
         if column is None or _are_finite(column.values):
@@ -140,9 +117,8 @@ def _check_values(
     weights = columns.token_weights
     if weights is not None and weights.values.min(initial=0) < 0:
         raise CorruptRecordError("a turn has token_weights below 0")
-    missing_B = np.add.reduceat(missing_N, merged.offsets[:-1]) if num_missing else []
-    for (trajectory, _), missing in zip(planned, missing_B, strict=False):
-        if trajectory.has_logprobs and missing:
+    for (trajectory, _), row in zip(planned, merged.rows, strict=True) if num_missing else ():
+        if trajectory.has_logprobs and _num_missing(merged.stored, row):
             raise CorruptRecordError(f"{trajectory.key} lacks the logprobs that were sealed")
 
 
@@ -150,14 +126,14 @@ def _are_finite(values: NDArray[np.float32]) -> bool:
     return bool(np.isfinite(values.min(initial=0)) and np.isfinite(values.max(initial=0)))
 
 
-def _num_missing(turns: StoredTurns) -> NDArray[np.int64]:
-    """Return (N,), the trained tokens of the turns without log-probabilities."""
-    missing_N = np.zeros(len(turns.logprobs), np.int64)
-    for turn, logprobs in enumerate(turns.logprobs):
-        if logprobs is None:
-            mask, count = turns.loss_mask[turn], turns.num_response_tokens[turn]
-            missing_N[turn] = count if mask is None else np.count_nonzero(mask)
-    return missing_N
+def _num_missing(stored: StoredTurns, turns: Sequence[int]) -> int:
+    """Return the number of trained tokens in those of the turns without log-probabilities."""
+    missing = [turn for turn in turns if stored.logprobs[turn] is None]
+    masks = [stored.loss_mask[turn] for turn in missing]
+    return sum(
+        stored.num_response_tokens[turn] if mask is None else int(np.count_nonzero(mask))
+        for turn, mask in zip(missing, masks, strict=True)
+    )
 
 
 def _check_lengths(
