@@ -18,11 +18,9 @@ from turnstream.store.client.connection import Link
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import pack
 from turnstream.types import StoredTurn, StoredTurns, TrajectoryKey
-from turnstream.types.turns import TurnValues
 
 SLICE_TRAJECTORIES: Final = 128
-"""Trajectories fetched and decoded in one go: it bounds the memory of a reply, and the time for
-which the decoding thread competes with the event loop."""
+"""Trajectories fetched in one go: it bounds the memory of a reply."""
 
 
 class Damage(NamedTuple):
@@ -69,12 +67,11 @@ class PayloadReader:
         """
         turns: Payload = {}
         damages: list[Damage] = []
-        for some, records in self._fetch_slices(plans, run=run):
-            for plan, own in zip(some, records, strict=True):
-                try:
-                    turns[plan.key] = _decode(own, plan=plan)
-                except RecordError as error:
-                    damages.append(Damage(plan.key, str(error)))
+        for plan, records in zip(plans, self._fetch(plans, run=run), strict=True):
+            try:
+                turns[plan.key] = _decode(records, plan=plan)
+            except RecordError as error:
+                damages.append(Damage(plan.key, str(error)))
         if damages:
             raise DamagedPayloadError(tuple(damages))
         return turns
@@ -84,10 +81,8 @@ class PayloadReader:
 
         `assemble_rows` checks them. A RecordError does not name the damaged trajectory.
         """
-        turns: list[TurnValues] = []
-        for _, records in self._fetch_slices(plans, run=run):
-            turns += read_turns([*itertools.chain.from_iterable(records)])
-        return StoredTurns.of_values(turns)
+        records = itertools.chain.from_iterable(self._fetch(plans, run=run))
+        return StoredTurns.of_values(read_turns([*records]))
 
     def close(self) -> None:
         """Disconnect all idle connections. Safe in several threads at once."""
@@ -95,25 +90,20 @@ class PayloadReader:
             while True:
                 self._idle.pop().close()
 
-    def _fetch_slices(
-        self, plans: Sequence[TrajectoryPlan], *, run: str
-    ) -> Iterator[tuple[Sequence[TrajectoryPlan], list[list[bytes]]]]:
-        for start in range(0, len(plans), SLICE_TRAJECTORIES):
-            some = plans[start : start + SLICE_TRAJECTORIES]
-            yield some, [*self._fetch(some, run=run)]
-
     def _fetch(self, plans: Sequence[TrajectoryPlan], *, run: str) -> Iterator[list[bytes]]:
-        data = pack(_words(plan, run=run) for plan in plans)
-        with translating():
-            try:
-                replies = self._exchange(self._link(), data, len(plans))
-            except redis_errors.ConnectionError:
-                # After a restart of the server every idle connection is stale, not only this one.
-                replies = self._exchange(Link(self._url), data, len(plans))
-            for reply in replies:
-                if isinstance(reply, redis_errors.RedisError):
-                    raise reply
-                yield [fields[1] for _, fields in reply]
+        for start in range(0, len(plans), SLICE_TRAJECTORIES):
+            words = [_words(plan, run=run) for plan in plans[start : start + SLICE_TRAJECTORIES]]
+            data = pack(words)
+            with translating():
+                try:
+                    replies = self._exchange(self._link(), data, len(words))
+                except redis_errors.ConnectionError:
+                    # After a restart of the server every idle connection is stale.
+                    replies = self._exchange(Link(self._url), data, len(words))
+                for reply in replies:
+                    if isinstance(reply, redis_errors.RedisError):
+                        raise reply
+                    yield [fields[1] for _, fields in reply]
 
     def _link(self) -> Link:
         try:

@@ -140,19 +140,17 @@ def read_frame(record: bytes, *, kind: bytes) -> Frame:
 def check_frames(records: Sequence[bytes], *, kind: bytes) -> list[tuple[int, int]]:
     """Return the major version and the length of the header of each record.
 
-    It checks as `read_frame`, at a third of the cost, but its errors name no record. A header may
-    leave its record.
+    It refuses what `read_frame` refuses, at a third of the cost. A ValueError names no record. A
+    header may leave its record.
     """
     newest = _NEWEST.get(kind, MAJOR_VERSION)
-    known = {b"TS" + kind + bytes((version,)): version for version in range(newest + 1)}
-    try:
-        prefixes = [*map(_FORMAT_AND_SIZE.unpack_from, records)]
-        frames = [(known[prefix], num_bytes) for prefix, num_bytes in prefixes]
-    except (KeyError, struct.error) as error:
-        raise CorruptRecordError(f"no {_NAMES[kind]} record: {error}") from error
+    known = [b"TS" + kind + bytes((version,)) for version in range(newest + 1)]
+    if min(map(len, records), default=_PREFIX.size) < _PREFIX.size:
+        raise ValueError
     if {*map(zlib.crc32, records)} - {_WHOLE_CRC}:
-        raise CorruptRecordError(f"the checksum of a {_NAMES[kind]} record differs")
-    return frames
+        raise ValueError
+    prefixes = map(_FORMAT_AND_SIZE.unpack_from, records)
+    return [(known.index(prefix), num_bytes) for prefix, num_bytes in prefixes]
 
 
 def check_format(record: str, found: object, *, newest: int, oldest: int = 0) -> None:

@@ -54,6 +54,9 @@ _TYPES: Final = {
     "loss_mask": _ArrayType(np.dtype("u1"), "uint8"),
 }
 
+_MAX_HEADER_BYTES: Final = 1024
+"""Longer headers are read without the caches of messages, which unknown fields could fill."""
+
 _SPEC_HEADS: Final = {
     name: [
         wire.TurnHeader(
@@ -216,6 +219,8 @@ def read_turns(records: Sequence[bytes]) -> list[TurnValues]:
 def _plain_turn(record: bytes, frame: tuple[int, int]) -> TurnValues:
     """Return the turn of a record without extra columns; a ValueError for any other."""
     version, num_header_bytes = frame
+    if num_header_bytes > _MAX_HEADER_BYTES:
+        raise ValueError
     start, stop = 8 + num_header_bytes, len(record) - 4
     parts = wire.TurnHeaderParts.FromString(record[8:start])
     parent, shared, num_response = parts.parent_turn, parts.shared_tokens, parts.num_response_tokens
@@ -239,25 +244,17 @@ def _plain_turn(record: bytes, frame: tuple[int, int]) -> TurnValues:
     return parent, shared, ids, num_response, logprobs, mask, rewards, weights, versions, crc, {}
 
 
-_MAX_CACHED_BYTES: Final = 64
-"""A longer message has unknown fields, and could fill the memory of a cache."""
-
-
 @lru_cache(maxsize=8192)
 def _plain_spec(message: bytes) -> tuple[int, np.dtype[Any], int]:
     """Return place in `_TYPES`, type and length of an array; a ValueError for any other."""
     spec = wire.ArraySpec.FromString(message)
     (length,) = spec.shape
     place = [(name, known.name) for name, known in _TYPES.items()].index((spec.name, spec.dtype))
-    if len(message) > _MAX_CACHED_BYTES:
-        raise ValueError
     return place, _TYPES[spec.name].dtype, length
 
 
 @lru_cache(maxsize=8192)
 def _plain_run(message: bytes) -> tuple[VersionRun, ...]:
-    if len(message) > _MAX_CACHED_BYTES:
-        raise ValueError
     return (_version_run(wire.VersionRun.FromString(message)),)
 
 

@@ -152,12 +152,12 @@ def token_columns(merged: MergedTurns) -> TokenColumns:
         ((num_tokens if has_weights else 0,), np.float32),
     )
     np.concatenate([ids[:0], *_id_pieces(merged)], out=ids)
-    _write(mask, turns, counts_N, is_sampled, field="loss_mask")
-    _write(rewards, turns, counts_N, is_sampled, field="rewards")
+    _write(mask, turns, is_sampled, field="loss_mask")
+    _write(rewards, turns, is_sampled, field="rewards")
     if has_logprobs:
-        _write(logprobs, turns, counts_N, is_sampled, field="logprobs")
+        _write(logprobs, turns, is_sampled, field="logprobs")
     if has_weights:
-        _write(weights, turns, counts_N, is_sampled, field="token_weights")
+        _write(weights, turns, is_sampled, field="token_weights")
     row_of_turn = np.repeat(np.arange(len(lengths_B)), np.diff(offsets))
     versions, run_counts = _run_columns(
         turns.version_runs, gaps_N, counts_N, row_of_turn, lengths_B
@@ -201,7 +201,6 @@ def _sampled(gaps_N: NDArray[np.int64], counts_N: NDArray[np.int64]) -> NDArray[
 def _write(
     into: NDArray[Any],
     turns: StoredTurns,
-    counts_N: NDArray[np.int64],
     is_sampled: NDArray[np.bool_] | None,
     *,
     field: str,
@@ -220,13 +219,10 @@ def _write(
             given, turns.num_response_tokens, turns.loss_mask, strict=True
         )
     ]
-    lengths_N = np.array([*map(len, arrays)], np.int64)
-    wrong = np.flatnonzero(lengths_N != counts_N)
-    if len(wrong):
-        turn = int(wrong[0])
-        raise InvalidTurnError(
-            field, f"{lengths_N[turn]} values for {counts_N[turn]} response tokens"
-        )
+    counts = [*turns.num_response_tokens]
+    if (found := [*map(len, arrays)]) != counts:
+        turn = next(k for k, count in enumerate(counts) if found[k] != count)
+        raise InvalidTurnError(field, f"{found[turn]} values for {counts[turn]} response tokens")
     try:
         with np.errstate(over="raise"):
             if is_sampled is None:
