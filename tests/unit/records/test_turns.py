@@ -15,8 +15,9 @@ from testkit import assert_same, ids, stored_turn
 from testkit.strategies import stored_turns
 from turnstream.errors import CorruptRecordError, InvalidTurnError
 from turnstream.records.encoding import TURN, read_frame, write_frame
-from turnstream.records.turns import decode_turn, encode_turn
-from turnstream.types import ExtraPiece, StoredTurn, VersionRun
+from turnstream.records.turns import decode_turn, encode_turn, read_turns
+from turnstream.types import ExtraPiece, StoredTurn, StoredTurns, VersionRun
+from turnstream.types.turns import turn_values
 from turnstream.wire.v1 import records_pb2 as wire
 
 COLUMNS = ("token_ids", "logprobs", "rewards", "token_weights", "loss_mask")
@@ -47,6 +48,28 @@ def test_decoded_turn_is_the_encoded_one(turn: StoredTurn):
     decoded = decode_turn(record)
 
     assert_same(decoded, replace(turn, payload_crc=crc_of(record)))
+    assert_same([*map(list, read_turns([record]))], [list(turn_values(decoded))])
+
+
+def test_turns_read_together_are_those_decoded_one_by_one():
+    plain = stored_turn("ab", "CdE", logprobs=-0.5, rewards=1.0, weights=0.5)
+    many_runs = replace(
+        stored_turn("a", "B" * 300), version_runs=tuple(VersionRun(n, 1) for n in range(300))
+    )
+    routed = replace(plain, extras={"routes": ExtraPiece(0, ROUTES)})
+    for turns in ([plain, plain], [plain, many_runs], [plain, routed], []):
+        records = [encode_turn(turn) for turn in turns]
+
+        found = StoredTurns.of_values(read_turns(records))
+
+        assert_same([*map(list, found)], [*map(list, StoredTurns.of(map(decode_turn, records)))])
+    record = encode_turn(plain)
+    for damaged in (b"", record[:9], record[:-1], record[:-5] + b"\0" + record[-4:]):
+        with pytest.raises(CorruptRecordError) as caught:
+            read_turns([record, damaged])
+        with pytest.raises(CorruptRecordError) as expected:
+            decode_turn(damaged)
+        assert str(caught.value) == str(expected.value)
 
 
 @given(turn=stored_turns())
