@@ -221,8 +221,9 @@ def test_turn_that_contradicts_itself_is_not_encoded(field: str, changes: dict[s
 def test_record_that_contradicts_itself_is_refused(reason: str, changes: dict[str, Any]):
     record = rewritten(encode_turn(stored_turn("a", "BC", logprobs=-1.0)), **changes)
 
-    with pytest.raises(CorruptRecordError, match=reason):
-        decode_turn(record)
+    for read in (decode_turn, lambda record: read_turns([record])):
+        with pytest.raises(CorruptRecordError, match=reason):
+            read(record)
     with pytest.raises(CorruptRecordError, match="no token_ids"):
         decode_turn(write_frame(TURN, wire.TurnHeader(parent_turn=-1).SerializeToString()))
 
@@ -252,6 +253,9 @@ def test_array_that_contradicts_the_header_is_refused(reason: str, spec: wire.Ar
 
     with pytest.raises(CorruptRecordError, match=reason):
         decode_turn(record)
+    if "loss_mask: 2" not in reason:  # a value: the joined columns are checked
+        with pytest.raises(CorruptRecordError, match=reason):
+            read_turns([record])
 
 
 def test_extra_columns_are_views_into_the_record_in_order_of_name():
