@@ -64,7 +64,10 @@ def test_turns_read_together_are_those_decoded_one_by_one():
 
         assert_same([*map(list, found)], [*map(list, StoredTurns.of(map(decode_turn, records)))])
     record = encode_turn(plain)
-    for damaged in (b"", record[:9], record[:-1], record[:-5] + b"\0" + record[-4:]):
+    stray = rewritten(record, np.ones(4, np.uint8))
+    spec = wire.ArraySpec(name="logprobs", dtype="float32", shape=[1])
+    short = rewritten(encode_turn(stored_turn("a", "B")), arrays=[spec])
+    for damaged in (b"", record[:9], record[:-1], record[:-5] + b"\0" + record[-4:], stray, short):
         with pytest.raises(CorruptRecordError) as caught:
             read_turns([record, damaged])
         with pytest.raises(CorruptRecordError) as expected:
