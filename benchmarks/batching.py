@@ -20,6 +20,7 @@ CPU time of one thread, the least of several rounds. Every job is held to four b
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import asdict
@@ -49,9 +50,9 @@ from turnstream.batching.layouts.sft import (
     packed_supervised,
     supervised_rows,
 )
-from turnstream.batching.merge.columns import stored_row, token_columns
+from turnstream.batching.merge.columns import merged_turns, token_columns
 from turnstream.batching.merge.merging import plan_sequences, store_turns
-from turnstream.types import Ragged, Rows, StoredTurn, Turn
+from turnstream.types import Ragged, Rows, StoredTurn, StoredTurns, Turn
 
 COLLATION_GOAL, COPY_GOAL = 30.0, 2.0
 BREAKS = (
@@ -184,16 +185,16 @@ def _merged(turns: list[list[Turn]]) -> Any:
 
 
 def _assembly(stored: list[list[StoredTurn]]) -> Callable[[], Any]:
-    planned = [plan_sequences([turn.shape for turn in own], merge=True) for own in stored]
+    firsts = itertools.accumulate([len(own) for own in stored], initial=0)
+    rows = [
+        [first + turn for turn in row.turns]
+        for first, own in zip(firsts, stored, strict=False)
+        for row in plan_sequences([turn.shape for turn in own], merge=True)
+    ]
 
     def assemble() -> Any:
-        return token_columns(
-            [
-                stored_row(own, row.turns)
-                for own, rows in zip(stored, planned, strict=True)
-                for row in rows
-            ]
-        )
+        turns = StoredTurns.of(itertools.chain.from_iterable(stored))
+        return token_columns(merged_turns(turns, rows))
 
     return assemble
 

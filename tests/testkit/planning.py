@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from turnstream.types import (
     SealedTrajectory,
     Status,
     StoredTurn,
+    StoredTurns,
     TrajectoryKey,
     Turn,
 )
@@ -92,4 +93,17 @@ def assembled_rows(stored: Sequence[StoredTurn], declared: Sequence[DeclaredColu
     """The rows of one trajectory with these stored turns and declared columns."""
     key = TrajectoryKey("g0", 0)
     group = GroupPlan(group_id="g0", prompt_uid="", trajectories=(planned_rows(key, stored),))
-    return assemble_rows([group], {key: list(stored)}, first_row_id=0, extra_columns=declared)
+    return assemble_rows([group], StoredTurns.of(stored), first_row_id=0, extra_columns=declared)
+
+
+def rows_of(
+    groups: Sequence[GroupPlan],
+    payload: Mapping[TrajectoryKey, Sequence[StoredTurn]],
+    *,
+    first_row_id: int = 0,
+    **options: Any,
+) -> Rows:
+    """The rows of these groups, from the turns of each trajectory."""
+    members = [member for group in groups for member in group.trajectories]
+    turns = StoredTurns.of([turn for member in members for turn in payload[member.key]])
+    return assemble_rows(groups, turns, first_row_id=first_row_id, **options)

@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 
 from fuzz.damage import PLAIN_WAYS, forged_field, forged_header
 from testkit import assert_same, turn
-from testkit.planning import planned_rows
+from testkit.planning import planned_rows, rows_of
 from testkit.plans import config, manifest
 from testkit.strategies import trees
 from turnstream.batching.merge.merging import store_turns
 from turnstream.batching.merge.plan import GroupPlan, TrajectoryPlan
-from turnstream.batching.rows.assemble import assemble_rows
 from turnstream.records.turns import decode_turn, encode_turn
 from turnstream.types import Rows, TrajectoryKey, Turn
-from turnstream_server.batcher.assembly.payload import DamagedPayloadError, Payload, PayloadReader
+from turnstream_server.batcher.assembly.payload import DamagedPayloadError, PayloadReader
 from turnstream_server.batcher.assembly.shares import PlannedBatch, build_rows
 
 Records = list[list[bytes]]
@@ -51,12 +50,8 @@ class StoredRecords(PayloadReader):
         self.records = records
         self.num_reads = 0
 
-    def read(self, plans: Sequence[TrajectoryPlan], **options: Any) -> Payload:
-        """Return the payload, and count the call."""
-        self.num_reads += 1
-        return super().read(plans, **options)
-
     def _fetch(self, plans: Sequence[TrajectoryPlan], *, run: str) -> Iterator[list[bytes]]:
+        self.num_reads += 1
         return (self.records[plan.key.sample] for plan in plans)
 
 
@@ -119,7 +114,7 @@ def turn_by_turn(batch: PlannedBatch, reader: PayloadReader) -> Rows:
     """Return the rows after a check of every turn by itself."""
     (group,) = batch.manifest.groups
     payload = reader.read(group.trajectories, run="run")
-    return assemble_rows([group], payload, first_row_id=batch.manifest.mini_batches[0].first_row_id)
+    return rows_of([group], payload, first_row_id=batch.manifest.mini_batches[0].first_row_id)
 
 
 def result(build: Any, *arguments: Any, **options: Any) -> Rows | str:

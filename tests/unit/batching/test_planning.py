@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from testkit import config, sealed, shape, turn
-from testkit.planning import plan, ready, stored_group
+from testkit.planning import plan, ready, rows_of, stored_group
 from turnstream.batching.fold.decisions import ReadyGroup
 from turnstream.batching.layouts.padded import left_padded
 from turnstream.batching.merge.plan import ASSEMBLY_VERSION, SequenceShape
 from turnstream.batching.planning.plan_batch import num_groups_to_plan
-from turnstream.batching.rows.assemble import assemble_rows, concatenate_rows
+from turnstream.batching.rows.assemble import concatenate_rows
 from turnstream.errors import BatchingError
 from turnstream.types import Denominators, Status
 
@@ -125,7 +125,7 @@ def test_case_35_a_split_trajectory_is_compared_once_and_its_advantage_broadcast
 
     for estimator, scale in (("dr_grpo", 1.0), ("grpo", 1.4142)):
         manifest = plan(group, of=replace(config(), estimator=estimator))
-        batch = assemble_rows(manifest.groups, payload, first_row_id=0)
+        batch = rows_of(manifest.groups, payload)
         padded = left_padded(batch, width=4, response_width=3, pad_token_id=0)
         np.testing.assert_allclose(padded.advantages_BR, expected * scale, atol=2e-5)
         # Row by row the baseline would be 2/3: the reference takes the last rows alone.

@@ -15,8 +15,9 @@ from testkit import assert_same, ids, stored_turn
 from testkit.strategies import stored_turns
 from turnstream.errors import CorruptRecordError, InvalidTurnError
 from turnstream.records.encoding import TURN, read_frame, write_frame
-from turnstream.records.turns import decode_turn, encode_turn
-from turnstream.types import ExtraPiece, StoredTurn, VersionRun
+from turnstream.records.turns import decode_turn, encode_turn, read_turns
+from turnstream.types import ExtraPiece, StoredTurn, StoredTurns, VersionRun
+from turnstream.types.turns import turn_values
 from turnstream.wire.v1 import records_pb2 as wire
 
 COLUMNS = ("token_ids", "logprobs", "rewards", "token_weights", "loss_mask")
@@ -47,6 +48,31 @@ def test_decoded_turn_is_the_encoded_one(turn: StoredTurn):
     decoded = decode_turn(record)
 
     assert_same(decoded, replace(turn, payload_crc=crc_of(record)))
+    assert_same([*map(list, read_turns([record]))], [list(turn_values(decoded))])
+
+
+def test_turns_read_together_are_those_decoded_one_by_one():
+    plain = stored_turn("ab", "CdE", logprobs=-0.5, rewards=1.0, weights=0.5)
+    many_runs = replace(
+        stored_turn("a", "B" * 300), version_runs=tuple(VersionRun(n, 1) for n in range(300))
+    )
+    routed = replace(plain, extras={"routes": ExtraPiece(0, ROUTES)})
+    for turns in ([plain, plain], [plain, many_runs], [plain, routed], []):
+        records = [encode_turn(turn) for turn in turns]
+
+        found = StoredTurns.of_values(read_turns(records))
+
+        assert_same([*map(list, found)], [*map(list, StoredTurns.of(map(decode_turn, records)))])
+    record = encode_turn(plain)
+    stray = rewritten(record, np.ones(4, np.uint8))
+    spec = wire.ArraySpec(name="logprobs", dtype="float32", shape=[1])
+    short = rewritten(encode_turn(stored_turn("a", "B")), arrays=[spec])
+    for damaged in (b"", record[:9], record[:-1], record[:-5] + b"\0" + record[-4:], stray, short):
+        with pytest.raises(CorruptRecordError) as caught:
+            read_turns([record, damaged])
+        with pytest.raises(CorruptRecordError) as expected:
+            decode_turn(damaged)
+        assert str(caught.value) == str(expected.value)
 
 
 @given(turn=stored_turns())
@@ -198,8 +224,9 @@ def test_turn_that_contradicts_itself_is_not_encoded(field: str, changes: dict[s
 def test_record_that_contradicts_itself_is_refused(reason: str, changes: dict[str, Any]):
     record = rewritten(encode_turn(stored_turn("a", "BC", logprobs=-1.0)), **changes)
 
-    with pytest.raises(CorruptRecordError, match=reason):
-        decode_turn(record)
+    for read in (decode_turn, lambda record: read_turns([record])):
+        with pytest.raises(CorruptRecordError, match=reason):
+            read(record)
     with pytest.raises(CorruptRecordError, match="no token_ids"):
         decode_turn(write_frame(TURN, wire.TurnHeader(parent_turn=-1).SerializeToString()))
 
@@ -229,6 +256,9 @@ def test_array_that_contradicts_the_header_is_refused(reason: str, spec: wire.Ar
 
     with pytest.raises(CorruptRecordError, match=reason):
         decode_turn(record)
+    if "loss_mask: 2" not in reason:  # a value: the joined columns are checked
+        with pytest.raises(CorruptRecordError, match=reason):
+            read_turns([record])
 
 
 def test_extra_columns_are_views_into_the_record_in_order_of_name():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -11,16 +12,15 @@ from redis import exceptions as redis_errors
 
 from turnstream.batching.merge.plan import TrajectoryPlan
 from turnstream.errors import CorruptRecordError, RecordError
-from turnstream.records.turns import check_turn_values, read_turn
+from turnstream.records.turns import decode_turn, read_turns
 from turnstream.store.client import keys
 from turnstream.store.client.connection import Link
 from turnstream.store.client.replies import translating
 from turnstream.store.client.scripts import pack
-from turnstream.types import StoredTurn, TrajectoryKey
+from turnstream.types import StoredTurn, StoredTurns, TrajectoryKey
 
 SLICE_TRAJECTORIES: Final = 128
-"""Trajectories fetched and decoded in one go: it bounds the memory of a reply, and the time for
-which the decoding thread competes with the event loop."""
+"""Trajectories fetched in one go: it bounds the memory of a reply."""
 
 
 class Damage(NamedTuple):
@@ -60,26 +60,29 @@ class PayloadReader:
         self._url = url
         self._idle: list[Link] = []  # appending and popping are atomic
 
-    def read(
-        self, plans: Sequence[TrajectoryPlan], *, run: str, checks_values: bool = True
-    ) -> Payload:
-        """Return the turns of these trajectories, with the checksums that were sealed.
+    def read(self, plans: Sequence[TrajectoryPlan], *, run: str) -> Payload:
+        """Return the checked turns of these trajectories, with the checksums that were sealed.
 
-        A DamagedPayloadError names every trajectory without them. Without `checks_values`, the
-        caller checks the values in the columns of `assemble_rows`.
+        A DamagedPayloadError names every trajectory without them.
         """
         turns: Payload = {}
         damages: list[Damage] = []
-        for start in range(0, len(plans), SLICE_TRAJECTORIES):
-            some = plans[start : start + SLICE_TRAJECTORIES]
-            for plan, records in zip(some, self._fetch(some, run=run), strict=True):
-                try:
-                    turns[plan.key] = _decode(records, plan=plan, checks_values=checks_values)
-                except RecordError as error:
-                    damages.append(Damage(plan.key, str(error)))
+        for plan, records in zip(plans, self._fetch(plans, run=run), strict=True):
+            try:
+                turns[plan.key] = _decode(records, plan=plan)
+            except RecordError as error:
+                damages.append(Damage(plan.key, str(error)))
         if damages:
             raise DamagedPayloadError(tuple(damages))
         return turns
+
+    def read_columns(self, plans: Sequence[TrajectoryPlan], *, run: str) -> StoredTurns:
+        """Return the turns of `read`, in order, without its checks of checksums and values.
+
+        `assemble_rows` checks them. A RecordError does not name the damaged trajectory.
+        """
+        records = itertools.chain.from_iterable(self._fetch(plans, run=run))
+        return StoredTurns.of_values(read_turns([*records]))
 
     def close(self) -> None:
         """Disconnect all idle connections. Safe in several threads at once."""
@@ -88,17 +91,19 @@ class PayloadReader:
                 self._idle.pop().close()
 
     def _fetch(self, plans: Sequence[TrajectoryPlan], *, run: str) -> Iterator[list[bytes]]:
-        data = pack(_words(plan, run=run) for plan in plans)
-        with translating():
-            try:
-                replies = self._exchange(self._link(), data, len(plans))
-            except redis_errors.ConnectionError:
-                # After a restart of the server every idle connection is stale, not only this one.
-                replies = self._exchange(Link(self._url), data, len(plans))
-            for reply in replies:
-                if isinstance(reply, redis_errors.RedisError):
-                    raise reply
-                yield [fields[1] for _, fields in reply]
+        for start in range(0, len(plans), SLICE_TRAJECTORIES):
+            words = [_words(plan, run=run) for plan in plans[start : start + SLICE_TRAJECTORIES]]
+            data = pack(words)
+            with translating():
+                try:
+                    replies = self._exchange(self._link(), data, len(words))
+                except redis_errors.ConnectionError:
+                    # After a restart of the server every idle connection is stale.
+                    replies = self._exchange(Link(self._url), data, len(words))
+                for reply in replies:
+                    if isinstance(reply, redis_errors.RedisError):
+                        raise reply
+                    yield [fields[1] for _, fields in reply]
 
     def _link(self) -> Link:
         try:
@@ -117,18 +122,11 @@ def _words(plan: TrajectoryPlan, *, run: str) -> tuple[str, ...]:
     return ("XRANGE", stream, "0-1", f"0-{len(plan.payload_crcs)}")
 
 
-def _decode(
-    records: Sequence[bytes], *, plan: TrajectoryPlan, checks_values: bool
-) -> list[StoredTurn]:
-    turns = [read_turn(record) for record in records]
-    if checks_values or any(turn.extras for turn in turns):
-        for turn in turns:
-            check_turn_values(turn)
+def _decode(records: Sequence[bytes], *, plan: TrajectoryPlan) -> list[StoredTurn]:
+    turns = [*map(decode_turn, records)]
     found = tuple([turn.payload_crc for turn in turns])
     if found != plan.payload_crcs:
         raise CorruptRecordError(_difference(found, plan.payload_crcs))
-    if not checks_values:
-        return turns
     for turn in turns:
         _check_values(turn)
     if plan.has_logprobs:

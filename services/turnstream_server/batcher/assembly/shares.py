@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from turnstream.types import (
     OperationColumns,
     Ragged,
     Rows,
+    StoredTurns,
 )
 from turnstream_server.batcher.assembly.payload import Damage, DamagedPayloadError, PayloadReader
 
@@ -81,17 +83,19 @@ def build_rows(batch: PlannedBatch, reader: PayloadReader, *, mini_batch: int) -
         masked_versions=batch.manifest.masked_versions,
     )
     with contextlib.suppress(BatchingError, RecordError):
-        payload = reader.read(members, run=run, checks_values=False)
-        return assemble(groups, payload, first_row_id=first_row_id)
+        turns = reader.read_columns(members, run=run)
+        return assemble(groups, turns, first_row_id=first_row_id)
     # Again, turn by turn: the errors name the trajectories.
     payload = reader.read(members, run=run)
+    turns = StoredTurns.of(itertools.chain.from_iterable([payload[m.key] for m in members]))
     try:
-        return assemble(groups, payload, first_row_id=first_row_id)
+        return assemble(groups, turns, first_row_id=first_row_id)
     except (BatchingError, RecordError) as error:
         damages: list[Damage] = []
         for alone in (replace(g, trajectories=(m,)) for g in groups for m in g.trajectories):
             try:
-                assemble([alone], payload, first_row_id=0)
+                own = StoredTurns.of(payload[alone.trajectories[0].key])
+                assemble([alone], own, first_row_id=0)
             except (BatchingError, RecordError) as own_error:
                 damages.append(Damage(alone.trajectories[0].key, str(own_error)))
         if not damages:  # they fail only together

@@ -10,13 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import assert_same, mini_batch_info, operation_rows, rows, spell, turn
-from testkit.planning import planned_rows
+from testkit.planning import planned_rows, rows_of
 from testkit.shares import join_shares, rank_share
 from testkit.strategies import chains, mini_batches, operation_mini_batches, trees
 from turnstream.batching.merge.merging import merge_turns, store_turns
 from turnstream.batching.merge.plan import GroupPlan
 from turnstream.batching.rows.assemble import (
-    assemble_rows,
     concatenate_rows,
     joined_column,
     take_rows,
@@ -70,7 +69,7 @@ BROKEN = [turn("ab", "C"), turn("xy", "ZU")]
 def test_rows_come_in_the_order_of_the_plan() -> None:
     group, payload = build(CHAIN, BROKEN)
 
-    assembled = assemble_rows([group], payload, first_row_id=7)
+    assembled = rows_of([group], payload, first_row_id=7)
 
     assert spell(assembled) == ["abCDefG", "abC", "xyZU"]
     assert assembled.row_id.tolist() == [7, 8, 9]
@@ -79,7 +78,7 @@ def test_rows_come_in_the_order_of_the_plan() -> None:
     assert assembled.is_last.tolist() == [True, False, True]
     assert assembled.prompt_length.tolist() == [2, 2, 2]
     other, more = build([turn("a", "B")], [turn("a", "b")], group_id="g1")
-    both = assemble_rows([group, other], {**payload, **more}, first_row_id=0)
+    both = rows_of([group, other], {**payload, **more})
     assert both.trajectory_num_tokens.tolist() == [3, 3, 3, 1, 0]
     assert both.group_num_tokens.tolist() == [6, 6, 6, 1, 1]
 
@@ -97,7 +96,7 @@ def test_case_18_rows_have_the_values_of_their_trajectory() -> None:
         weights=(0.5, 0.5),
     )
 
-    assembled = take_rows(assemble_rows([group], payload, first_row_id=0), [2, 3])
+    assembled = take_rows(rows_of([group], payload), [2, 3])
 
     assert spell(assembled) == ["abCD", "xYzU"]
     assert assembled.is_last.tolist() == [False, True]
@@ -114,7 +113,7 @@ def test_masked_trajectory_keeps_all_tokens_and_trains_none() -> None:
     group, payload = build(turns, turns, [turn("ab", "C")])  # the last has no log-probability
     group = train(train(group, 0, 0, 0, is_masked=True), 2, 0, is_masked=True)
 
-    assembled = assemble_rows([group], payload, first_row_id=0)
+    assembled = rows_of([group], payload)
 
     assert spell(assembled) == ["abcde", "xyzu", "abCdE", "xyZU", "abc"]
     assert assembled.logprobs is not None
@@ -139,11 +138,11 @@ def test_tokens_of_masked_versions_are_not_trained() -> None:
     group, payload = build([mixed, turn("abcdefg", "HI", version=3), turn("xy", "Z")])
     group = train(group, 0, 2, 1)
 
-    assembled = assemble_rows([group], payload, first_row_id=0, masked_versions=(2, 3))
+    assembled = rows_of([group], payload, masked_versions=(2, 3))
 
     assert spell(assembled) == ["abcdEFghi", "xyZ"]
     with pytest.raises(CorruptRecordError, match="planned were"):
-        assemble_rows([group], payload, first_row_id=0)
+        rows_of([group], payload)
 
 
 def test_case_22_payload_that_is_not_the_planned_one_is_refused() -> None:
@@ -154,9 +153,9 @@ def test_case_22_payload_that_is_not_the_planned_one_is_refused() -> None:
     more = [*payload[key], payload[key][1]]
 
     with pytest.raises(CorruptRecordError, match=r"2 turns with checksums \(99, 11\)"):
-        assemble_rows([group], {key: other}, first_row_id=0)
+        rows_of([group], {key: other})
     with pytest.raises(CorruptRecordError, match="3 turns with checksums"):
-        assemble_rows([group], {key: more}, first_row_id=0)
+        rows_of([group], {key: more})
 
 
 @pytest.mark.parametrize("field", ["prompt_length", "num_tokens", "num_trained_tokens"])
@@ -167,7 +166,7 @@ def test_tokens_of_other_lengths_than_planned_are_refused(field: str) -> None:
     wrong = replace(member, sequences=(row._replace(**{field: getattr(row, field) + 1}),))
 
     with pytest.raises(CorruptRecordError, match=r"tokens \(2, 5, 2\), planned were"):
-        assemble_rows([replace(group, trajectories=(wrong,))], payload, first_row_id=0)
+        rows_of([replace(group, trajectories=(wrong,))], payload)
 
 
 @given(st.lists(trees() | chains(), min_size=1, max_size=4))
@@ -176,7 +175,7 @@ def test_stored_turns_assemble_to_the_merge_of_whole_turns(
 ) -> None:
     group, payload = build(*episodes)
 
-    assembled = assemble_rows([group], payload, first_row_id=0)
+    assembled = rows_of([group], payload)
 
     merged = [row for turns in episodes for row in merge_turns(turns)]
     runs = [

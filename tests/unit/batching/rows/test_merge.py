@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from testkit import assert_same, ids, spell, turn
 from testkit.links import linked_slowly
 from testkit.strategies import trees
-from turnstream.batching.merge.columns import RowPieces, shared_pieces, token_columns
+from turnstream.batching.merge.columns import merged_turns, shared_pieces, token_columns
 from turnstream.batching.merge.merging import merge_turns, plan_sequences, store_turns, turn_prompts
 from turnstream.batching.merge.plan import SequenceShape
 from turnstream.batching.merge.prefix import PrefixIndex, PrefixMatch
 from turnstream.errors import BatchingError, InvalidTurnError
-from turnstream.types import NO_PARENT, Sequence, Turn, VersionRun
+from turnstream.types import NO_PARENT, Sequence, StoredTurns, Turn, VersionRun
 
 
 @pytest.mark.parametrize(
@@ -104,15 +104,15 @@ def test_turn_that_shares_what_no_earlier_turn_has_is_refused(
     first, second = store_turns([turn("ab", "CD"), turn("abcde", "F")])
 
     with pytest.raises(InvalidTurnError, match=message):
-        shared_pieces([first, replace(second, **damage)], 1)
+        shared_pieces(StoredTurns.of([first, replace(second, **damage)]), 1)
 
 
 def test_more_tokens_than_int32_offsets_count_are_refused() -> None:
     (one,) = store_turns([turn("a", "B")])
-    wide = RowPieces([one], [0], 2**31 - 1, [one.token_ids], [(0, 1)])
+    wide = replace(one, shared_tokens=2**31 - 2)
 
     with pytest.raises(BatchingError, match="2147483648 values in one mini-batch"):
-        token_columns([wide])
+        token_columns(merged_turns(StoredTurns.of([wide]), [[0]]))
 
 
 def slow_merge(turns: tuple[Turn, ...]) -> list[tuple[list[int], list[list[float]]]]:

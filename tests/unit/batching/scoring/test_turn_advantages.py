@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit import ZERO_VARIANCE, config, sealed, shape, turn
-from testkit.planning import plan, stored_group
+from testkit.planning import plan, rows_of, stored_group
 from testkit.shares import budgeted_passes, rank_share
 from testkit.strategies import chains, trees
 from turnstream.batching.config import BatchingConfig
@@ -25,7 +25,7 @@ from turnstream.batching.layouts.padded import left_padded, right_padded
 from turnstream.batching.merge.merging import anchor_hash, store_turns
 from turnstream.batching.merge.plan import Manifest
 from turnstream.batching.packing.microbatch import Budget
-from turnstream.batching.rows.assemble import assemble_rows, take_rows
+from turnstream.batching.rows.assemble import take_rows
 from turnstream.batching.scoring.group_filters import filter_reason
 from turnstream.errors import InvalidTurnError
 from turnstream.types import Rows, SealedTrajectory, Status, Turn, VersionRun
@@ -53,7 +53,7 @@ def test_a_member_whose_reward_is_left_out_is_in_no_comparison() -> None:
     ready, payload = stored_group(*episodes, rewards=[1.0, 50.0, 0.0], statuses=cut)
 
     manifest = plan(ready, of=leaving_out)
-    rows = assemble_rows(manifest.groups, payload, first_row_id=0)
+    rows = rows_of(manifest.groups, payload)
 
     members = manifest.groups[0].trajectories
     assert [m.turn_advantages for m in members] == [(1.0,), (0.0, 0.0), (-1.0,)]
@@ -72,7 +72,7 @@ def test_tokens_that_the_plan_masks_have_none_and_are_in_no_mean() -> None:
     normalised = replace(GIGPO, normalize_advantages="batch")
 
     manifest = plan(ready, of=GIGPO, masked_versions=(3,))
-    rows = assemble_rows(manifest.groups, payload, first_row_id=0, masked_versions=(3,))
+    rows = rows_of(manifest.groups, payload, masked_versions=(3,))
     masked = plan(ready, of=normalised, masked_versions=(3,)).groups[0].trajectories
     whole = plan(ready, of=normalised).groups[0].trajectories
 
@@ -89,7 +89,7 @@ def test_other_estimators_have_none_per_turn() -> None:
     manifest = plan(ready)
 
     assert {t.turn_advantages for t in manifest.groups[0].trajectories} == {()}
-    assert assemble_rows(manifest.groups, payload, first_row_id=0).advantages is None
+    assert rows_of(manifest.groups, payload).advantages is None
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_normalised_turns_are_whitened_over_the_trained_tokens_of_all_rows(
     ready, payload = stored_group(*episodes, rewards=[float(n % 3) for n in range(len(episodes))])
 
     raw, found = [
-        assemble_rows(plan(ready, of=own).groups, payload, first_row_id=0)
+        rows_of(plan(ready, of=own).groups, payload)
         for own in (of, replace(of, normalize_advantages="batch"))
     ]
 
@@ -273,7 +273,7 @@ def test_every_layout_rank_and_pass_has_what_loops_over_turns_give(
     cut: dict[str, Any] = {"dp_world_size": dp_world_size}
 
     manifest = plan(ready, of=of)
-    whole = assemble_rows(manifest.groups, payload, first_row_id=0)
+    whole = rows_of(manifest.groups, payload)
 
     by_row = rows_slowly(manifest, episodes, of, ready)
     for dp_rank in range(dp_world_size):

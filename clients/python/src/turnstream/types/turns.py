@@ -6,6 +6,7 @@ Shape suffixes in docstrings: P prompt tokens, N new prompt tokens, R response t
 from __future__ import annotations
 
 import collections.abc as abc
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -174,6 +175,46 @@ class StoredTurn:
             num_response_tokens=self.num_response_tokens,
             num_trained_tokens=trained,
         )
+
+
+class StoredTurns(NamedTuple):
+    """Stored turns as columns: one value per turn, as the field of StoredTurn with this name."""
+
+    parent_turn: abc.Sequence[int]
+    shared_tokens: abc.Sequence[int]
+    token_ids: abc.Sequence[NDArray[np.int32]]
+    num_response_tokens: abc.Sequence[int]
+    logprobs: abc.Sequence[NDArray[np.float32] | None]
+    loss_mask: abc.Sequence[NDArray[np.uint8] | None]
+    rewards: abc.Sequence[NDArray[np.float32] | None]
+    token_weights: abc.Sequence[NDArray[np.float32] | None]
+    version_runs: abc.Sequence[tuple[VersionRun, ...]]
+    payload_crc: abc.Sequence[int]
+    extras: abc.Sequence[Mapping[str, ExtraPiece]]
+
+    @classmethod
+    def of(cls, turns: abc.Iterable[StoredTurn]) -> StoredTurns:
+        """Return the columns of these turns."""
+        return cls.of_values(map(turn_values, turns))
+
+    @classmethod
+    def of_values(cls, turns: abc.Iterable[TurnValues]) -> StoredTurns:
+        """Return the columns of turns that are tuples of values in the order of the columns."""
+        columns: list[Any] = [*zip(*turns, strict=True)]
+        return cls(*columns or [()] * len(cls._fields))
+
+    def taken(self, turns: abc.Sequence[int]) -> StoredTurns:
+        """Return the columns of the turns at these positions, in this order."""
+        if turns == [*range(len(self.payload_crc))]:
+            return self
+        columns: list[Any] = [[column[turn] for turn in turns] for column in self]
+        return StoredTurns(*columns)
+
+
+TurnValues = tuple[Any, ...]
+"""One turn, as the values of StoredTurns in their order."""
+
+turn_values: abc.Callable[[StoredTurn], TurnValues] = operator.attrgetter(*StoredTurns._fields)
 
 
 class TurnShape(NamedTuple):

@@ -8,7 +8,6 @@ version.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,30 +15,36 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstream.batching.merge.buffers import empty_in_one_piece, offsets_of, row_sums
+from turnstream.batching.merge.buffers import empty_in_one_piece, offsets_of
 from turnstream.errors import InvalidTurnError
-from turnstream.types import Ragged, StoredTurn
+from turnstream.types import Ragged, StoredTurns, VersionRun
 
 OBSERVED = -1
 """Written where a version run has no version."""
 
 
-class RowPieces(NamedTuple):
-    """One row, not yet copied together.
+class MergedTurns(NamedTuple):
+    """B rows of N turns, not yet copied together.
 
     Attributes:
-        stored: all turns of its trajectory.
-        indices: the merged turns, each the parent of the next.
-        prompt_length: P, in tokens.
-        ids: int32 pieces of prompt + response, in order.
-        spans: begin and end of every turn's own response, counted in response tokens.
+        stored: all turns of the trajectories, with positions as `parent_turn`.
+        rows: positions in `stored` of the turns of B rows, each the parent of the next.
+        turns: the turns of all rows, in order.
+        offsets: int64 (B + 1,), the turns of each row.
+        prompt_lengths: int64 (B,), in tokens.
+        spans: int64 (N, 2), begin and end of every turn's own response, counted in response tokens.
     """
 
-    stored: Sequence[StoredTurn]
-    indices: Sequence[int]
-    prompt_length: int
-    ids: list[NDArray[np.int32]]
-    spans: list[tuple[int, int]]
+    stored: StoredTurns
+    rows: Sequence[Sequence[int]]
+    turns: StoredTurns
+    offsets: NDArray[np.int64]
+    prompt_lengths: NDArray[np.int64]
+    spans: NDArray[np.int64]
+
+    def spans_of(self, row: int) -> list[tuple[int, int]]:
+        """Return the spans of the turns of a row."""
+        return [*map(tuple, self.spans[self.offsets[row] : self.offsets[row + 1]].tolist())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,35 +61,43 @@ class TokenColumns:
 
     def num_trained(self) -> list[int]:
         """B numbers, response tokens with mask 1."""
-        return row_sums(self.loss_mask, np.int64).tolist()
+        mask = replace(self.loss_mask, values=self.loss_mask.values.view(np.bool_))
+        return [int(np.count_nonzero(mask[row])) for row in range(len(mask))]
 
 
-def stored_row(stored: Sequence[StoredTurn], indices: Sequence[int]) -> RowPieces:
-    """Return the row of a trajectory that merges these turns, each the parent of the next."""
-    first = stored[indices[0]]
-    ids = shared_pieces(stored, indices[0]) if first.shared_tokens else []
-    num_tokens = first.shared_tokens
-    prompt_length = num_tokens + len(first.token_ids) - first.num_response_tokens
-    spans: list[tuple[int, int]] = []
-    for index in indices:
-        turn = stored[index]
-        num_tokens += len(turn.token_ids)
-        end = num_tokens - prompt_length
-        spans.append((end - turn.num_response_tokens, end))
-        ids.append(turn.token_ids)
-    return RowPieces(stored, indices, prompt_length, ids, spans)
+def merged_turns(stored: StoredTurns, rows: Sequence[Sequence[int]]) -> MergedTurns:
+    """Return the rows that merge these turns, given as in MergedTurns."""
+    turns = stored.taken([*itertools.chain.from_iterable(rows)])
+    offsets = np.cumsum([0, *map(len, rows)])
+    first_B, num_turns_B = offsets[:-1], np.diff(offsets)
+    lengths_N = np.array([*map(len, turns.token_ids)], np.int64)
+    counts_N = np.array(turns.num_response_tokens, np.int64)
+    shared_B = np.array(turns.shared_tokens, np.int64)[first_B]
+    ends_N = np.cumsum(lengths_N)
+    ends_N -= np.repeat((ends_N - counts_N)[first_B], num_turns_B)
+    return MergedTurns(
+        stored=stored,
+        rows=rows,
+        turns=turns,
+        offsets=offsets,
+        prompt_lengths=shared_B + (lengths_N - counts_N)[first_B],
+        spans=np.stack([ends_N - counts_N, ends_N], axis=1),
+    )
 
 
-def shared_pieces(stored: Sequence[StoredTurn], turn: int) -> list[NDArray[np.int32]]:
+def shared_pieces(stored: StoredTurns, turn: int) -> list[NDArray[np.int32]]:
     """Return the prompt tokens that a turn shares with earlier ones, as views, first to last."""
-    tokens = operator.attrgetter("shared_tokens", "token_ids")
-    return whole_pieces(stored, turn, tokens, field="shared_tokens")[:-1]
+
+    def own(turn: int) -> tuple[int, NDArray[np.int32]]:
+        return stored.shared_tokens[turn], stored.token_ids[turn]
+
+    return whole_pieces(stored, turn, own, field="shared_tokens")[:-1]
 
 
 def whole_pieces(
-    stored: Sequence[StoredTurn],
+    stored: StoredTurns,
     turn: int,
-    own: Callable[[StoredTurn], tuple[int, NDArray[Any]]],
+    own: Callable[[int], tuple[int, NDArray[Any]]],
     *,
     field: str,
 ) -> list[NDArray[Any]]:
@@ -92,13 +105,13 @@ def whole_pieces(
 
     `own` returns the number of values that a turn shares, and the values that it adds.
     """
-    missing, values = own(stored[turn])
+    missing, values = own(turn)
     pieces = [values]
     while missing:
-        turn, child = stored[turn].parent_turn, turn
+        turn, child = stored.parent_turn[turn], turn
         if not 0 <= turn < child:
             raise InvalidTurnError("parent_turn", f"turn {child} follows turn {turn}")
-        num_shared, values = own(stored[turn])
+        num_shared, values = own(turn)
         num_own = missing - num_shared
         if num_own > len(values):
             num_values = num_shared + len(values)
@@ -112,28 +125,25 @@ def whole_pieces(
     return pieces
 
 
-def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
+def token_columns(merged: MergedTurns) -> TokenColumns:
     """Copy rows together.
 
     `logprobs` is None if no turn has any. Otherwise a turn without has NaN at its trained tokens.
     `token_weights` is None if no turn has any. Otherwise the mask of a turn without is its weights.
     """
-    turns = [row.stored[index] for row in rows for index in row.indices]
-    offsets = np.cumsum([0, *[len(row.indices) for row in rows]])
-    spans = itertools.chain.from_iterable([row.spans for row in rows])
-    ends = np.fromiter(itertools.chain.from_iterable(spans), np.int64, 2 * len(turns))
-    begins_N, ends_N = ends.reshape(-1, 2).T
+    turns, offsets = merged.turns, merged.offsets
+    begins_N, ends_N = merged.spans.T
     gaps_N = begins_N.copy()
     gaps_N[1:] -= ends_N[:-1]
     gaps_N[offsets[:-1]] = 0
-    gaps, counts = gaps_N.tolist(), (ends_N - begins_N).tolist()
-    is_sampled = _sampled(gaps, counts)
+    counts_N = ends_N - begins_N
+    is_sampled = _sampled(gaps_N, counts_N)
     lengths_B = ends_N[offsets[1:] - 1]
     bounds = offsets_of(lengths_B)
-    id_bounds = offsets_of(lengths_B + np.array([row.prompt_length for row in rows], np.int64))
+    id_bounds = offsets_of(lengths_B + merged.prompt_lengths)
     num_tokens = int(bounds[-1])
-    has_logprobs = any(turn.logprobs is not None for turn in turns)
-    has_weights = any(turn.token_weights is not None for turn in turns)
+    has_logprobs = _is_any_given(turns.logprobs)
+    has_weights = _is_any_given(turns.token_weights)
     ids, logprobs, rewards, mask, weights = empty_in_one_piece(
         ((int(id_bounds[-1]),), np.int32),
         ((num_tokens if has_logprobs else 0,), np.float32),
@@ -141,15 +151,17 @@ def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
         ((num_tokens,), np.uint8),
         ((num_tokens if has_weights else 0,), np.float32),
     )
-    np.concatenate([ids[:0], *[piece for row in rows for piece in row.ids]], out=ids)
-    _write(mask, turns, counts, is_sampled, field="loss_mask")
-    _write(rewards, turns, counts, is_sampled, field="rewards")
+    np.concatenate([ids[:0], *_id_pieces(merged)], out=ids)
+    _write(mask, turns, is_sampled, field="loss_mask")
+    _write(rewards, turns, is_sampled, field="rewards")
     if has_logprobs:
-        _write(logprobs, turns, counts, is_sampled, field="logprobs")
+        _write(logprobs, turns, is_sampled, field="logprobs")
     if has_weights:
-        _write(weights, turns, counts, is_sampled, field="token_weights")
-    row_of_turn = np.repeat(np.arange(len(rows)), np.diff(offsets))
-    versions, run_counts = _run_columns(turns, gaps, counts, row_of_turn, lengths_B)
+        _write(weights, turns, is_sampled, field="token_weights")
+    row_of_turn = np.repeat(np.arange(len(lengths_B)), np.diff(offsets))
+    versions, run_counts = _run_columns(
+        turns.version_runs, gaps_N, counts_N, row_of_turn, lengths_B
+    )
     return TokenColumns(
         input_ids=Ragged(ids, id_bounds),
         loss_mask=Ragged(mask, bounds),
@@ -161,18 +173,34 @@ def token_columns(rows: Sequence[RowPieces]) -> TokenColumns:
     )
 
 
-def _sampled(gaps: list[int], counts: list[int]) -> NDArray[np.bool_] | None:
+def _id_pieces(merged: MergedTurns) -> Sequence[NDArray[np.int32]]:
+    """Return the pieces of prompt + response of all rows, in order."""
+    own = merged.turns.token_ids
+    if not np.array(merged.turns.shared_tokens)[merged.offsets[:-1]].any():
+        return own
+    pieces: list[NDArray[np.int32]] = []
+    turns = iter(own)
+    for row in merged.rows:
+        pieces += shared_pieces(merged.stored, row[0])
+        pieces += itertools.islice(turns, len(row))
+    return pieces
+
+
+def _is_any_given(arrays: Sequence[NDArray[Any] | None]) -> bool:
+    return any(array is not None for array in arrays)
+
+
+def _sampled(gaps_N: NDArray[np.int64], counts_N: NDArray[np.int64]) -> NDArray[np.bool_] | None:
     """Return, per response token, False where it was observed; None where none was."""
-    if not any(gaps):
+    if not gaps_N.any():
         return None
-    pattern = np.tile(np.array([False, True]), len(counts))
-    return np.repeat(pattern, np.array([gaps, counts], np.int64).T.ravel())
+    pattern = np.tile(np.array([False, True]), len(counts_N))
+    return np.repeat(pattern, np.stack([gaps_N, counts_N], axis=1).ravel())
 
 
 def _write(
     into: NDArray[Any],
-    turns: Sequence[StoredTurn],
-    counts: list[int],
+    turns: StoredTurns,
     is_sampled: NDArray[np.bool_] | None,
     *,
     field: str,
@@ -181,14 +209,17 @@ def _write(
 
     Thousands of short responses cost less in two copies than with thousands of short zeros.
     """
-    arrays = [*map(operator.attrgetter(field), turns)]
-    if not any(array is not None for array in arrays):
+    given: Sequence[NDArray[Any] | None] = getattr(turns, field)
+    if not _is_any_given(given):
         into[:] = 0 if field == "rewards" else 1 if is_sampled is None else is_sampled
         return
     arrays = [
-        _missing(turn, field=field) if array is None else array
-        for turn, array in zip(turns, arrays, strict=True)
+        _missing(count, mask, field=field) if array is None else array
+        for array, count, mask in zip(
+            given, turns.num_response_tokens, turns.loss_mask, strict=True
+        )
     ]
+    counts = [*turns.num_response_tokens]
     if (found := [*map(len, arrays)]) != counts:
         turn = next(k for k, count in enumerate(counts) if found[k] != count)
         raise InvalidTurnError(field, f"{found[turn]} values for {counts[turn]} response tokens")
@@ -206,18 +237,17 @@ def _write(
         raise _unfit_value(arrays, into.dtype, field=field)
 
 
-def _missing(turn: StoredTurn, *, field: str) -> NDArray[Any]:
+def _missing(count: int, mask: NDArray[np.uint8] | None, *, field: str) -> NDArray[Any]:
     """Return what stands for an array that a turn lacks, where another turn has one."""
-    count = turn.num_response_tokens
-    if field == "token_weights" and turn.loss_mask is not None:
-        return turn.loss_mask
+    if field == "token_weights" and mask is not None:
+        return mask
     if field in ("loss_mask", "token_weights"):
         return np.ones(count, np.uint8)
     if field == "rewards":
         return np.zeros(count, np.float32)
     unknown = np.full(count, np.nan, np.float32)
-    if turn.loss_mask is not None:
-        unknown[turn.loss_mask == 0] = 0.0
+    if mask is not None:
+        unknown[mask == 0] = 0.0
     return unknown
 
 
@@ -238,14 +268,13 @@ def _unfit_value(
 
 
 def _run_columns(
-    turns: Sequence[StoredTurn],
-    gaps: list[int],
-    counts: list[int],
+    given: Sequence[tuple[VersionRun, ...]],
+    gaps_N: NDArray[np.int64],
+    counts_N: NDArray[np.int64],
     row_of_turn: NDArray[np.int64],
     lengths_B: NDArray[np.int64],
 ) -> tuple[Ragged[np.int64], Ragged[np.int32]]:
     num_rows = len(lengths_B)
-    given = [turn.version_runs for turn in turns]
     if not any(given):
         return _joined_runs([OBSERVED] * num_rows, lengths_B, range(num_rows), num_rows=num_rows)
     own = [run for runs in given for run in runs]
@@ -253,16 +282,15 @@ def _run_columns(
     lengths = np.array([run[1] for run in own], np.int64)
     turn_of_run = np.repeat(np.arange(len(given)), num_own_N)
     covered_N = np.bincount(turn_of_run, lengths, len(given)).astype(np.int64)
-    counts_N = np.array(counts, np.int64)
     wrong = np.flatnonzero((num_own_N > 0) & (covered_N != counts_N))
     if len(wrong):
         turn = int(wrong[0])
         raise InvalidTurnError(
-            "version_runs", f"{covered_N[turn]} of {counts[turn]} response tokens"
+            "version_runs", f"{covered_N[turn]} of {counts_N[turn]} response tokens"
         )
     # Each turn has a run of observed tokens before its own runs.
     starts_N = np.cumsum(num_own_N) - num_own_N
-    observed_N = np.array(gaps, np.int64) + np.where(num_own_N > 0, 0, counts_N)
+    observed_N = gaps_N + np.where(num_own_N > 0, 0, counts_N)
     versions = [OBSERVED if run[0] is None else run[0] for run in own]
     return _joined_runs(
         np.insert(np.array(versions, np.int64), starts_N, OBSERVED),

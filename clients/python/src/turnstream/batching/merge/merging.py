@@ -31,7 +31,7 @@ from turnstream.batching.config.declarations import (
     no_values,
     require_declared,
 )
-from turnstream.batching.merge.columns import OBSERVED, stored_row, token_columns
+from turnstream.batching.merge.columns import OBSERVED, merged_turns, token_columns
 from turnstream.batching.merge.merged_extras import merged_columns
 from turnstream.batching.merge.plan import SequenceShape
 from turnstream.batching.merge.prefix import PrefixIndex, PrefixMatch
@@ -42,6 +42,7 @@ from turnstream.types import (
     ExtraPiece,
     Sequence,
     StoredTurn,
+    StoredTurns,
     Turn,
     TurnShape,
     VersionRun,
@@ -101,8 +102,8 @@ def merge_turns(
     """
     stored = store_turns(turns, extra_columns=extra_columns)
     planned = plan_sequences([turn.shape for turn in stored], merge=True)
-    pieces = [stored_row(stored, row.turns) for row in planned]
-    columns, extras = token_columns(pieces), merged_columns(pieces, extra_columns)
+    merged = merged_turns(StoredTurns.of(stored), [row.turns for row in planned])
+    columns, extras = token_columns(merged), merged_columns(merged, extra_columns)
     weights = columns.token_weights
     return [
         Sequence(
@@ -114,7 +115,7 @@ def merge_turns(
             rewards=columns.rewards[number],
             token_weights=None if weights is None else weights[number],
             version_runs=_version_runs(columns.run_versions[number], columns.run_counts[number]),
-            turn_spans=tuple(pieces[number].spans),
+            turn_spans=tuple(merged.spans_of(number)),
             extras={name: column.values[number] for name, column in extras.items()},
         )
         for number, row in enumerate(planned)

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from turnstream.batching.merge.buffers import offsets_of
 from turnstream.batching.merge.columns import (
-    RowPieces,
+    MergedTurns,
     TokenColumns,
     masked_columns,
-    stored_row,
+    merged_turns,
     token_columns,
 )
 from turnstream.batching.merge.merged_extras import merged_columns
@@ -23,11 +23,11 @@ from turnstream.batching.merge.plan import GroupPlan, SequenceShape, TrajectoryP
 from turnstream.batching.scoring.advantages import broadcast_turns
 from turnstream.errors import BatchingError, CorruptRecordError
 from turnstream.types import (
+    NO_PARENT,
     DeclaredColumn,
     Ragged,
     Rows,
-    StoredTurn,
-    TrajectoryKey,
+    StoredTurns,
 )
 
 Value = TypeVar("Value")
@@ -35,7 +35,7 @@ Value = TypeVar("Value")
 
 def assemble_rows(
     groups: Sequence[GroupPlan],
-    payload: Mapping[TrajectoryKey, Sequence[StoredTurn]],
+    stored: StoredTurns,
     *,
     first_row_id: int,
     extra_columns: Sequence[DeclaredColumn] = (),
@@ -43,26 +43,23 @@ def assemble_rows(
 ) -> Rows:
     """Return the merged rows of these groups in the plan's order, with all `extra_columns`.
 
-    `logprobs` is None if no turn has any, otherwise NaN at trained tokens of turns without.
-    `advantages` is None if no turn has one of its own.
+    `stored` has the turns of all trajectories, in the plan's order. `logprobs` is None if no turn
+    has any, otherwise NaN at trained tokens of turns without. `advantages` is None if no turn has
+    one of its own.
     """
     trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
-    pieces: list[RowPieces] = []
-    for _, trajectory in trajectories:
-        turns = payload[trajectory.key]
-        _check_payload(trajectory, turns)
-        pieces.extend([stored_row(turns, row.turns) for row in trajectory.sequences])
+    merged = _merged(stored, [trajectory for _, trajectory in trajectories])
     planned = [(t, row) for _, t in trajectories for row in t.sequences]
     is_masked = [trajectory.is_masked for trajectory, _ in planned]
-    columns = token_columns(pieces)
-    _check_values(planned, pieces, columns)
+    columns = token_columns(merged)
+    _check_values(planned, merged, columns)
     columns = masked_columns(columns, is_masked=is_masked, masked_versions=masked_versions)
-    _check_lengths(planned, pieces, columns)
+    _check_lengths(planned, merged, columns)
     rows = _rows(trajectories, columns, planned=planned, first_row_id=first_row_id)
-    rows = replace(rows, advantages=_turn_advantages(planned, pieces, columns))
+    rows = replace(rows, advantages=_turn_advantages(planned, merged, columns))
     if not extra_columns:
         return rows
-    return replace(rows, extras=merged_columns(pieces, extra_columns))
+    return replace(rows, extras=merged_columns(merged, extra_columns))
 
 
 def concatenate_rows(parts: Sequence[Rows]) -> Rows:
@@ -80,25 +77,36 @@ def take_rows(rows: Rows, positions: Sequence[int]) -> Rows:
     return _each_column([rows], lambda columns: _taken(columns, index), name="rows")
 
 
-def _check_payload(trajectory: TrajectoryPlan, turns: Sequence[StoredTurn]) -> None:
-    found = tuple([turn.payload_crc for turn in turns])
-    if found != trajectory.payload_crcs:
+def _merged(stored: StoredTurns, plans: Sequence[TrajectoryPlan]) -> MergedTurns:
+    """Return the planned rows of stored turns, which have the planned checksums."""
+    planned = [crc for plan in plans for crc in plan.payload_crcs]
+    if planned != [*stored.payload_crc]:
         raise CorruptRecordError(
-            f"{trajectory.key}: {len(found)} turns with checksums {found[:4]}, planned were "
-            f"{len(trajectory.payload_crcs)} with {trajectory.payload_crcs[:4]}"
+            f"{len(stored.payload_crc)} turns with checksums {stored.payload_crc[:4]}, planned "
+            f"were {len(planned)} with {planned[:4]}"
         )
+    num_turns = [len(plan.payload_crcs) for plan in plans]
+    firsts = [*itertools.accumulate(num_turns, initial=0)]
+    parents_N = np.array(stored.parent_turn, np.int64)
+    parents_N += np.where(parents_N == NO_PARENT, 0, np.repeat(firsts[:-1], num_turns))
+    rows = [
+        [first + turn for turn in row.turns]
+        for first, plan in zip(firsts, plans, strict=False)
+        for row in plan.sequences
+    ]
+    return merged_turns(stored._replace(parent_turn=parents_N.tolist()), rows)
 
 
 def _check_values(
     planned: Sequence[tuple[TrajectoryPlan, SequenceShape]],
-    pieces: Sequence[RowPieces],
+    merged: MergedTurns,
     columns: TokenColumns,
 ) -> None:
     """Refuse values that would make the gradient of a whole batch non-finite."""
     least = columns.input_ids.values.min(initial=0)
     if least < 0:
         raise CorruptRecordError(f"a turn has the token id {least}")
-    num_missing = _num_missing(pieces)
+    num_missing = _num_missing(merged.turns, range(len(merged.turns.logprobs)))
     for name in ("rewards", "token_weights", "logprobs"):
         column: Ragged[np.float32] | None = getattr(columns, name)
         if column is None or _are_finite(column.values):
@@ -109,8 +117,8 @@ def _check_values(
     weights = columns.token_weights
     if weights is not None and weights.values.min(initial=0) < 0:
         raise CorruptRecordError("a turn has token_weights below 0")
-    for (trajectory, _), piece in zip(planned, pieces, strict=True) if num_missing else ():
-        if trajectory.has_logprobs and _num_missing([piece]):
+    for (trajectory, _), row in zip(planned, merged.rows, strict=True) if num_missing else ():
+        if trajectory.has_logprobs and _num_missing(merged.stored, row):
             raise CorruptRecordError(f"{trajectory.key} lacks the logprobs that were sealed")
 
 
@@ -118,22 +126,27 @@ def _are_finite(values: NDArray[np.float32]) -> bool:
     return bool(np.isfinite(values.min(initial=0)) and np.isfinite(values.max(initial=0)))
 
 
-def _num_missing(pieces: Sequence[RowPieces]) -> int:
-    """Return the number of trained tokens in turns without log-probabilities."""
-    turns = [piece.stored[index] for piece in pieces for index in piece.indices]
-    return sum([turn.shape.num_trained_tokens for turn in turns if turn.logprobs is None])
+def _num_missing(stored: StoredTurns, turns: Sequence[int]) -> int:
+    """Return the number of trained tokens in those of the turns without log-probabilities."""
+    missing = [turn for turn in turns if stored.logprobs[turn] is None]
+    masks = [stored.loss_mask[turn] for turn in missing]
+    return sum(
+        stored.num_response_tokens[turn] if mask is None else int(np.count_nonzero(mask))
+        for turn, mask in zip(missing, masks, strict=True)
+    )
 
 
 def _check_lengths(
     planned: Sequence[tuple[TrajectoryPlan, SequenceShape]],
-    pieces: Sequence[RowPieces],
+    merged: MergedTurns,
     columns: TokenColumns,
 ) -> None:
     lengths = columns.input_ids.lengths.tolist()
-    for (trajectory, row), piece, num_tokens, trained in zip(
-        planned, pieces, lengths, columns.num_trained(), strict=True
+    prompts = merged.prompt_lengths.tolist()
+    for (trajectory, row), *shape in zip(
+        planned, prompts, lengths, columns.num_trained(), strict=True
     ):
-        found = piece.prompt_length, num_tokens, trained
+        found = tuple(shape)
         if found != row[1:]:
             raise CorruptRecordError(
                 f"{trajectory.key}: a row of (prompt, all, trained) tokens {found}, "
@@ -183,7 +196,7 @@ def _rows(
 
 def _turn_advantages(
     planned: Sequence[tuple[TrajectoryPlan, SequenceShape]],
-    pieces: Sequence[RowPieces],
+    merged: MergedTurns,
     columns: TokenColumns,
 ) -> Ragged[np.float32] | None:
     """Return the advantages of the turns at their tokens, else those of the trajectory."""
@@ -194,11 +207,10 @@ def _turn_advantages(
         for trajectory, row in planned
         for turn in row.turns
     ]
-    ends = [end for piece in pieces for _, end in piece.spans]
-    offsets = np.cumsum([0, *[len(row.turns) for _, row in planned]]).astype(np.int32)
+    offsets = merged.offsets.astype(np.int32)
     return broadcast_turns(
         Ragged(np.array(values, np.float32), offsets),
-        ends=Ragged(np.array(ends, np.int64), offsets),
+        ends=Ragged(merged.spans[:, 1], offsets),
         loss_mask=columns.loss_mask,
     )
 

@@ -43,6 +43,22 @@ class TurnHeader(_message.Message):
     anchor: int
     def __init__(self, index: _Optional[int] = ..., parent_turn: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., num_response_tokens: _Optional[int] = ..., arrays: _Optional[_Iterable[_Union[ArraySpec, _Mapping]]] = ..., version_runs: _Optional[_Iterable[_Union[VersionRun, _Mapping]]] = ..., anchor: _Optional[int] = ...) -> None: ...
 
+class TurnHeaderParts(_message.Message):
+    __slots__ = ("index", "parent_turn", "shared_tokens", "num_response_tokens", "arrays", "version_runs")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    PARENT_TURN_FIELD_NUMBER: _ClassVar[int]
+    SHARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ARRAYS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_RUNS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    parent_turn: int
+    shared_tokens: int
+    num_response_tokens: int
+    arrays: _containers.RepeatedScalarFieldContainer[bytes]
+    version_runs: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, index: _Optional[int] = ..., parent_turn: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., num_response_tokens: _Optional[int] = ..., arrays: _Optional[_Iterable[bytes]] = ..., version_runs: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
 class TurnShape(_message.Message):
     __slots__ = ("parent_turn", "shared_tokens", "num_new_prompt_tokens", "num_response_tokens", "num_trained_tokens", "reward", "payload_crc", "trained_versions", "anchor")
     PARENT_TURN_FIELD_NUMBER: _ClassVar[int]
