@@ -16,6 +16,7 @@ from simulator.store.lua import Scripts
 from simulator.store.values import EntryId, NotSimulatedError, StoreError, Value, Words
 
 _WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
+_FULL = "OOM command not allowed when used memory > 'maxmemory'."
 SCRIPTS = Scripts()
 """One Lua state for every store of this process."""
 
@@ -24,7 +25,8 @@ class Store:
     """A server in memory.
 
     Attributes:
-        is_full: whether it is above `maxmemory`: scripts without allow-oom are refused.
+        is_full: whether it is above `maxmemory`: scripts without allow-oom are refused, and turns
+            that are added without a script.
         num_parks: number of times that a leader parked a run.
         appended: called with key, id and fields of each new entry of a stream.
     """
@@ -48,6 +50,8 @@ class Store:
         name = words[0].upper()
         if name == b"EVALSHA":
             return self._evaluate(words)
+        if self.is_full and name == b"XADD":
+            raise StoreError(_FULL)
         return self.call(name, words)
 
     def call(self, name: bytes, words: Words) -> Any:
@@ -120,5 +124,5 @@ class Store:
         script = self.scripts.by_sha[sha]
         self.scripts.carry_out = self.call
         if self.is_full and not script.allows_oom and not script.is_read_only:
-            raise StoreError("OOM command not allowed when used memory > 'maxmemory'.")
+            raise StoreError(_FULL)
         return self.scripts.run(script, num_keys, words[3:])
