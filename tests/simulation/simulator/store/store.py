@@ -29,6 +29,7 @@ class Store:
             that are added without a script.
         num_parks: number of times that a leader parked a run.
         appended: called with key, id and fields of each new entry of a stream.
+        added_directly: called with the key of a stream that has a new entry without a script.
     """
 
     def __init__(self) -> None:
@@ -38,6 +39,7 @@ class Store:
         self.num_parks = 0
         self.is_full = False
         self.appended: Callable[[bytes, EntryId, list[bytes]], None] | None = None
+        self.added_directly: Callable[[bytes], None] | None = None
         self.values: dict[bytes, Value] = {}
         self.expires: dict[bytes, float] = {}
         self._next_expiry_ms = math.inf
@@ -50,9 +52,13 @@ class Store:
         name = words[0].upper()
         if name == b"EVALSHA":
             return self._evaluate(words)
-        if self.is_full and name == b"XADD":
+        if name != b"XADD":
+            return self.call(name, words)
+        if self.is_full:
             raise StoreError(_FULL)
-        return self.call(name, words)
+        if (entry_id := self.call(name, words)) and self.added_directly is not None:
+            self.added_directly(words[1])
+        return entry_id
 
     def call(self, name: bytes, words: Words) -> Any:
         """The same for commands that a script may call too."""

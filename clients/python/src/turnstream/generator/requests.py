@@ -1,5 +1,6 @@
 """The requests of a generator to the store, as values; each is one call of a script.
 
+A later turn may need no script (`AppendTurns.is_direct`).
 A publisher on Redis sends the call itself. A publisher on HTTP sends the request to a gateway, as a
 message of the wire (`transport/messages.py`), and the gateway sends the call. So a gateway of
 another release may have other scripts.
