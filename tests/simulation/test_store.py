@@ -49,6 +49,10 @@ XADD stream new name text
 XADD stream MAXLEN 1 new name text
 XADD stream MAXLEN 2 new name text name text
 XADD stream MAXLEN ~ 99 new name text
+XADD stream NOMKSTREAM new name text
+XLEN stream
+XSETID stream id
+XSETID stream 0-18446744073709551615
 XRANGE stream low high
 XRANGE stream low high COUNT 2
 XREVRANGE stream high low

@@ -71,10 +71,13 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def call_at(
         self, when: float, callback: _Callback, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        handle: Any = asyncio.Handle(callback, args, self, context)  # the world knows its time
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
         fire = functools.partial(self._fire, handle)
         self.process.world.timers.add(when, fire, self.process, handle.cancelled)
         return handle
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Nothing: the timers skip a cancelled handle."""
 
     def _fire(self, handle: asyncio.Handle) -> None:
         if not handle.cancelled():

@@ -210,7 +210,7 @@ class World:
                 self._carry_out(request, self._some_of(request))
             _fail(request)
             return
-        if fault_rates.stall and rng.random() < fault_rates.stall and _has_script(request):
+        if fault_rates.stall and rng.random() < fault_rates.stall and _has_write(request):
             self._stall(request)
             return
         replies = self._carry_out(request, request.commands)
@@ -302,8 +302,8 @@ class World:
             _reply(request, [reply])
 
 
-def _has_script(request: Request) -> bool:
-    return any(words[0] == b"EVALSHA" for words in request.commands)
+def _has_write(request: Request) -> bool:
+    return any(words[0] in (b"EVALSHA", b"XADD") for words in request.commands)
 
 
 def _reply(request: Request, replies: list[Any] | None) -> None:

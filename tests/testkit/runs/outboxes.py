@@ -108,7 +108,7 @@ class OutboxDriver:
         sent = self.take_round()
         loads = [b"sha"] * (num_replies(sent) - len(sent.calls))
         beats = [
-            _well(call)
+            success_of(call)
             for call in sent.calls[len(answers) :]
             if not call.is_write or call.request.command.script.name == "note_conflict"
         ]
@@ -152,7 +152,7 @@ class OutboxDriver:
         return [(str(each[i]), int(each[i + 2])) for each in args for i in range(0, len(each), 3)]
 
 
-def _well(call: Call) -> Any:
+def success_of(call: Call) -> Any:
     """Return the reply to a call that belongs to no trajectory."""
     match call.request.command.script.name:
         case "heartbeat":

@@ -83,7 +83,7 @@ def test_a_seal_is_sent_again_after_its_turns_were_proven() -> None:
     again = driver.answer(1)
 
     assert (driver.script_names(again)[0], driver.record_counts(again)) == ("append", [1])
-    assert again.commands[0].args[1:3] == (1, 1)
+    assert again.commands[0].args[1:3] == (f"1/{queue.num_bytes}", 1)
 
 
 def test_ended_trajectory_is_a_loss_until_its_seal_is_posted_again() -> None:

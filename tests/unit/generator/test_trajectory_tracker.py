@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from redis.exceptions import ResponseError
+from redis.exceptions import OutOfMemoryError, ResponseError
 
 from testkit.runs.outboxes import OutboxDriver, driver_with_queue, driver_with_seal
 from turnstream.errors import ConflictError, FencedError
 from turnstream.generator.outbox.receipts import PendingWrite
+from turnstream.generator.outbox.writes import MAX_DIRECT_BYTES, Round
+from turnstream.store.client.keys import trajectory_keys
 from turnstream.store.run.groups import FIRST_BYTES, with_block
 from turnstream.types import TrajectoryKey
 
@@ -29,6 +31,84 @@ def test_turns_that_wait_travel_in_one_call_with_the_seal() -> None:
     assert driver.script_names(posted) == ["post_sealed"]
     assert posted.commands[0].args[1] == f"1:/{queue.num_bytes + len(queue.seal_record)}:w"
     assert end.is_done
+
+
+LOWER_ID = ResponseError("The ID specified in XADD is equal or smaller than the target stream")
+
+
+def is_direct(sent: Round) -> bool:
+    return any(words[0] == "XADD" for words in sent.words)
+
+
+def test_later_turn_is_appended_by_one_command() -> None:
+    driver = OutboxDriver()
+    queue = driver.open_with_turn()
+    receipt = driver.append(queue)
+
+    sent = driver.answer(b"0-2")
+
+    record = sent.commands[0].args[-1]
+    turns = trajectory_keys("r", queue.trajectory_id).turns
+    assert sent.words == [("XADD", turns, "NOMKSTREAM", "0-2", "r", record)]
+    assert (receipt.is_done, receipt.errors, queue.num_acknowledged) == (True, {}, 2)
+
+
+@pytest.mark.parametrize("answer", [None, LOWER_ID], ids=["no stream", "lower id"])
+def test_later_turn_that_is_not_appended_is_decided_by_the_script(answer: Any) -> None:
+    driver = OutboxDriver()
+    queue = driver.open_with_turn()
+    receipt = driver.append(queue)
+
+    first = driver.answer(answer)
+    was_done = receipt.is_done
+    second = driver.answer(ResponseError("FENCED [released] the trajectory is finished"))
+
+    assert (is_direct(first), is_direct(second), was_done) == (True, False, False)
+    assert [type(error) for error in receipt.errors.values()] == [FencedError]
+
+
+def test_later_turn_needs_the_script_on_a_new_connection() -> None:
+    driver = OutboxDriver()
+    queue = driver.open_with_turn()
+    driver.append(queue)
+
+    lost = driver.reconnect()
+    again = driver.answer(0)
+    driver.append(queue)
+
+    assert is_direct(lost)
+    assert not is_direct(again)
+    assert is_direct(driver.take_round())
+
+
+def test_full_store_gets_a_later_turn_directly_again() -> None:
+    driver = OutboxDriver()
+    queue = driver.open_with_turn()
+    driver.append(queue)
+
+    driver.answer(OutOfMemoryError("command not allowed"))
+    driver.skip_pause()
+
+    assert is_direct(driver.take_round())
+
+
+@pytest.mark.parametrize("case", ["two turns", "seal", "adopted", "large"])
+def test_other_later_turns_need_the_script(case: str) -> None:
+    driver = OutboxDriver()
+    queue = driver.open_with_turn()
+    driver.append(queue)
+    match case:
+        case "two turns":
+            driver.append(queue)
+        case "seal":
+            driver.seal(queue)
+        case "adopted":
+            queue.epoch = 2
+        case _:
+            queue.num_bytes = MAX_DIRECT_BYTES + 1
+            queue.reserved_bytes = 1 << 30
+
+    assert not is_direct(driver.take_round())
 
 
 def test_seals_of_several_trajectories_travel_in_one_call() -> None:
@@ -203,8 +283,7 @@ def test_bytes_are_reserved_in_blocks_as_a_trajectory_grows() -> None:
         driver.append(queue, response="B" * 1_000)
         rounds.append(driver.answer(1))
 
-    leases = [sent.commands[0].args[:2] for sent in rounds[:3]]
-    assert leases == [("1:w", 0), ("1/w", 1), ("1/w", 2)]  # the first call creates the payload
+    assert [sent.commands[0].args[0] for sent in rounds[:2]] == ["1:w", "1/w"]
     size = queue.num_bytes // 12
     asked = [
         (number, *driver.reservations(sent)[0])

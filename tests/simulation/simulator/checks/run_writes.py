@@ -55,6 +55,20 @@ class RunWrites:
         self._configs: dict[bytes, BatchingConfig] = {}
         self._most_live = 0
         world.store.appended = self._note_entry
+        world.store.added_directly = self._check_direct_turn
+
+    def _check_direct_turn(self, turns: bytes) -> None:
+        """A turn without a script is that of the writer, follows all others, and no seal."""
+        name = turns.decode()
+        if not name.endswith(":turns"):
+            return
+        meta: Any = self.values.get(name.replace(":turns", ":meta").encode(), {})
+        stream: Any = self.values[turns]
+        caller = self.world.served
+        if meta.get(b"writer") != caller.encode() or meta.get(b"sealed") != b"0":
+            self.world.fail(f"{caller} added a turn to {name}, which has {meta}")
+        if stream.last_id.seq != len(stream):
+            self.world.fail(f"{name} has {len(stream)} entries, and the newest is {stream.last_id}")
 
     def hash(self, name: str) -> dict[bytes, bytes]:
         """A hash of the run, by the name of its key."""

@@ -214,6 +214,19 @@ def _entry_id(word: bytes, *, seq: int) -> EntryId:
     return EntryId(integer(ms), integer(number) if dash else seq)
 
 
+def _xsetid(store: Store, words: Words) -> Status:
+    stream = store.get(words[1], Stream)
+    if stream is None:
+        raise StoreError("ERR no such key")
+    last_id = _entry_id(words[2], seq=0)
+    if stream.ids and last_id < stream.ids[-1]:
+        raise StoreError(
+            "ERR The ID specified in XSETID is smaller than the target stream top item"
+        )
+    stream.last_id = last_id
+    return Status(b"OK")
+
+
 def _next_id(stream: Stream, word: bytes, *, now_ms: float) -> EntryId:
     last = stream.last_id
     if word == b"*":
@@ -227,12 +240,16 @@ def _next_id(stream: Stream, word: bytes, *, now_ms: float) -> EntryId:
     return made
 
 
-def _xadd(store: Store, words: Words) -> bytes:
+def _xadd(store: Store, words: Words) -> bytes | None:
     at, most, is_about = 2, None, words[3] == b"~"
     if words[2].upper() == b"MAXLEN":
         at = 5 if is_about else 4
         most = int(words[at - 1])
+    needs_stream = words[2].upper() == b"NOMKSTREAM"
+    at += needs_stream
     stream = store.get(words[1], Stream)
+    if stream is None and needs_stream:
+        return None
     stream = Stream() if stream is None else stream
     entry_id = _next_id(stream, words[at], now_ms=store.now_ms)
     fields = [*words[at + 1 :]]
@@ -344,6 +361,8 @@ COMMANDS: dict[bytes, Command] = {
     b"ZADD": _change(ZSet, _zadd),
     b"ZREM": _change(ZSet, lambda zset, words: sum([zset.remove(each) for each in words[2:]])),
     b"XADD": _xadd,
+    b"XLEN": _read(Stream, lambda stream, words: len(stream)),
+    b"XSETID": _xsetid,
     b"XRANGE": _read(Stream, _xrange),
     b"XREVRANGE": _read(Stream, _xrevrange),
     b"XTRIM": _xtrim,
@@ -352,7 +371,7 @@ COMMANDS: dict[bytes, Command] = {
 WRITES = frozenset(
     {
         *(b"UNLINK", b"DEL", b"PEXPIRE", b"HSET", b"HSETNX", b"HDEL", b"HINCRBY"),
-        *(b"SADD", b"ZADD", b"ZREM", b"XADD", b"XTRIM"),
+        *(b"SADD", b"ZADD", b"ZREM", b"XADD", b"XSETID", b"XTRIM"),
     }
 )
 """Those that a script with the flag no-writes may not call."""

@@ -16,6 +16,7 @@ from simulator.store.lua import Scripts
 from simulator.store.values import EntryId, NotSimulatedError, StoreError, Value, Words
 
 _WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
+_FULL = "OOM command not allowed when used memory > 'maxmemory'."
 SCRIPTS = Scripts()
 """One Lua state for every store of this process."""
 
@@ -24,9 +25,11 @@ class Store:
     """A server in memory.
 
     Attributes:
-        is_full: whether it is above `maxmemory`: scripts without allow-oom are refused.
+        is_full: whether it is above `maxmemory`: scripts without allow-oom are refused, and turns
+            that are added without a script.
         num_parks: number of times that a leader parked a run.
         appended: called with key, id and fields of each new entry of a stream.
+        added_directly: called with the key of a stream that has a new entry without a script.
     """
 
     def __init__(self) -> None:
@@ -36,6 +39,7 @@ class Store:
         self.num_parks = 0
         self.is_full = False
         self.appended: Callable[[bytes, EntryId, list[bytes]], None] | None = None
+        self.added_directly: Callable[[bytes], None] | None = None
         self.values: dict[bytes, Value] = {}
         self.expires: dict[bytes, float] = {}
         self._next_expiry_ms = math.inf
@@ -48,7 +52,13 @@ class Store:
         name = words[0].upper()
         if name == b"EVALSHA":
             return self._evaluate(words)
-        return self.call(name, words)
+        if name != b"XADD":
+            return self.call(name, words)
+        if self.is_full:
+            raise StoreError(_FULL)
+        if (entry_id := self.call(name, words)) and self.added_directly is not None:
+            self.added_directly(words[1])
+        return entry_id
 
     def call(self, name: bytes, words: Words) -> Any:
         """The same for commands that a script may call too."""
@@ -120,5 +130,5 @@ class Store:
         script = self.scripts.by_sha[sha]
         self.scripts.carry_out = self.call
         if self.is_full and not script.allows_oom and not script.is_read_only:
-            raise StoreError("OOM command not allowed when used memory > 'maxmemory'.")
+            raise StoreError(_FULL)
         return self.scripts.run(script, num_keys, words[3:])

@@ -1,5 +1,6 @@
 """The requests of a generator to the store, as values; each is one call of a script.
 
+A later turn may need no script (`AppendTurns.is_direct`).
 A publisher on Redis sends the call itself. A publisher on HTTP sends the request to a gateway, as a
 message of the wire (`transport/messages.py`), and the gateway sends the call. So a gateway of
 another release may have other scripts.
@@ -95,6 +96,9 @@ class AppendTurns(NamedTuple):
     Attributes:
         is_placed: the store has created the stream of the trajectory.
         records: encoded turns; the last is the seal if `is_sealed`.
+        bytes_before: bytes of the turns before `first`; 0 if they are not known.
+        is_direct: the one turn may be appended without the script, if nothing else calls the store
+            on the same connection. The reply is then the id of its entry, or None.
     """
 
     run: str
@@ -105,13 +109,22 @@ class AppendTurns(NamedTuple):
     first: int = 0
     records: Sequence[bytes] = ()
     is_sealed: bool = False
+    bytes_before: int = 0
+    is_direct: bool = False
 
     @property
     def command(self) -> Command:
         """Return the call of the script."""
         lease = f"{self.epoch}{'/' if self.is_placed else ':'}{self.writer}"
         payload = keys.trajectory_keys(self.run, self.trajectory_id)
-        return _APPEND(payload, lease, self.first, int(self.is_sealed), *self.records)
+        first = f"{self.first}/{self.bytes_before}" if self.bytes_before else self.first
+        return _APPEND(payload, lease, first, int(self.is_sealed), *self.records)
+
+    @property
+    def direct_words(self) -> Sequence[Argument]:
+        """Return the words that append the one turn without the script."""
+        turns = keys.trajectory_keys(self.run, self.trajectory_id).turns
+        return ("XADD", turns, "NOMKSTREAM", f"0-{self.first + 1}", "r", self.records[0])
 
 
 class PostedSeal(NamedTuple):

@@ -175,6 +175,8 @@ class Outbox:
         is_known = self._is_connected or self._resend_buffer.is_settled
         if not is_known or not (self.target.is_found or self._queues.is_empty):
             return self._empty_round()  # acknowledged writes must be restored first
+        if not self._is_connected:
+            self.tracker.connection += 1
         calls = self._take_calls(now_s)
         if not calls:
             return self._empty_round() if self._resend_buffer.pause_s(now_s) == 0 else None

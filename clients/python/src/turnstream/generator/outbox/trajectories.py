@@ -25,7 +25,7 @@ from turnstream.generator.outbox.writes import (
 )
 from turnstream.generator.requests import Abandon, Adopt, AppendTurns, CountConflict, PostSeals
 from turnstream.store.client import keys
-from turnstream.store.client.replies import Refusal, parse_refusal
+from turnstream.store.client.replies import CODES, Refusal, parse_refusal
 from turnstream.types import TrajectoryKey
 from turnstream.types.names import few_of
 
@@ -52,6 +52,7 @@ class TrajectoryTracker:
         self.reservations = Reservations(target, writer)
         self.losses: list[TurnstreamError] = []
         self.unended: dict[TrajectoryQueue, None] = {}
+        self.connection = 1
 
     @property
     def run(self) -> str:
@@ -111,10 +112,18 @@ class TrajectoryTracker:
         return refused.error
 
     def _stored(
-        self, queue: TrajectoryQueue, sent: AppendTurns, num_new: int, now_s: float
+        self, queue: TrajectoryQueue, sent: AppendTurns, answer: int | bytes | None, now_s: float
     ) -> None:
-        """Record that the store has the payload of a call, of which `num_new` records are new."""
-        queue.is_placed = True
+        """Record that the store has the payload of a call.
+
+        `answer` is the number of new records, the id of the entry of a direct turn, or None where
+        such a turn found no stream.
+        """
+        if answer is None:
+            self._needs_script(queue)
+            return
+        num_new = answer if isinstance(answer, int) else 1
+        queue.is_placed, queue.connection = True, self.connection
         num_turns = len(sent.records) - sent.is_sealed
         for _ in range(num_turns):
             turn, receipt, is_again = queue.pending.popleft()
@@ -132,6 +141,19 @@ class TrajectoryTracker:
             self.send_queues.seals.append(queue)
         else:
             self.advance(queue)
+
+    def _needs_script(self, queue: TrajectoryQueue) -> None:
+        """Send the turn that was not appended directly by the script, which knows why."""
+        queue.connection = 0
+        self.send_queues.put_back_payload(queue)
+
+    def _not_stored(
+        self, queue: TrajectoryQueue, sent: AppendTurns, refused: Refusal, now_s: float
+    ) -> None:
+        if not sent.is_direct or refused.code in CODES:
+            self.refuse([queue], refused, now_s)
+        else:
+            self._needs_script(queue)
 
     def advance(self, queue: TrajectoryQueue) -> None:
         """Queue the next call of a trajectory, now that the one before is answered."""
@@ -223,12 +245,12 @@ class TrajectoryTracker:
         while (
             num_bytes < MAX_ROUND_BYTES and (queue := self.send_queues.take_payload()) is not None
         ):
-            sent = queue.next_payload(self.run, self.writer)
+            sent = queue.next_payload(self.run, self.writer, connection=self.connection)
             num_bytes += sum(map(len, sent.records))
             storing = Call(
                 sent,
                 partial(self._stored, queue, sent),
-                partial(self.refuse, [queue]),
+                partial(self._not_stored, queue, sent),
                 partial(self.send_queues.put_back_payload, queue),
             )
             calls.append(storing)

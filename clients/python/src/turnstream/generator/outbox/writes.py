@@ -15,7 +15,7 @@ from turnstream.generator.outbox.receipts import PendingWrite
 from turnstream.generator.requests import AppendTurns, PostedSeal, ScriptRequest
 from turnstream.store.client.replies import Refusal, error_text, parse_refusal
 from turnstream.store.client.run_ids import no_such_run
-from turnstream.store.client.scripts import Command
+from turnstream.store.client.scripts import Argument, Command
 from turnstream.store.run.groups import FIRST_BYTES
 from turnstream.types import GroupOpened, TrajectoryKey
 from turnstream.types.names import is_run_id
@@ -25,6 +25,9 @@ MAX_ROUND_BYTES: Final = 1 << 20
 
 MAX_ROUND_TURNS: Final = 1_000
 """Turns of one call, which blocks the store."""
+
+MAX_DIRECT_BYTES: Final = 32 * 1024 * 1024
+"""Bytes of a trajectory up to which the store need not count them: two thirds of its limit."""
 
 _T = TypeVar("_T")
 
@@ -70,6 +73,16 @@ class Round(NamedTuple):
     def commands(self) -> list[Command]:
         """Return the call of the script of each call."""
         return [call.request.command for call in self.calls]
+
+    @property
+    def words(self) -> list[Sequence[Argument]]:
+        """Return the words of each call on a connection that nothing else uses."""
+        return [
+            request.direct_words
+            if isinstance(request, AppendTurns) and request.is_direct
+            else request.command.words
+            for request, *_ in self.calls
+        ]
 
     @property
     def is_heartbeat(self) -> bool:
@@ -155,6 +168,8 @@ class TrajectoryQueue:
         earlier_epoch: its epoch before the restart.
         is_doubted: the run does not know its posted seal, perhaps after a lost answer, so the
             payload decides.
+        connection: number of the connection on which the script has stored its newest turn; 0 if
+            the next turn needs the script.
     """
 
     key: TrajectoryKey
@@ -175,6 +190,7 @@ class TrajectoryQueue:
     has_ended: bool = False
     earlier_epoch: int = 0
     is_doubted: bool = False
+    connection: int = 0
 
     @property
     def is_ending(self) -> bool:
@@ -197,8 +213,12 @@ class TrajectoryQueue:
         self.pending.extendleft([PendingTurn(turn, None, True) for turn in reversed(turns)])
         self.num_acknowledged -= len(turns)
 
-    def next_payload(self, run: str, writer: str) -> AppendTurns:
-        """Return the request that stores the next turns, at least one, and its seal after all."""
+    def next_payload(self, run: str, writer: str, *, connection: int) -> AppendTurns:
+        """Return the request that stores the next turns, at least one, and its seal after all.
+
+        The first writer appends one later turn without the script, if the script has answered on
+        this connection: so neither the epoch nor the store can have changed unnoticed.
+        """
         records: list[bytes] = []
         num_bytes = 0
         for turn, _, _ in self.pending:
@@ -219,6 +239,12 @@ class TrajectoryQueue:
             first=self.num_acknowledged,
             records=records,
             is_sealed=is_sealed,
+            bytes_before=self.num_bytes - sum([len(each.turn.record) for each in self.pending]),
+            is_direct=self.seal is None
+            and len(self.pending) == 1
+            and self.epoch == 1
+            and self.connection == connection
+            and self.num_bytes <= MAX_DIRECT_BYTES,
         )
 
     @property

@@ -120,7 +120,7 @@ _FIRST_WORDS: Final = first_words(SCRIPTS)
 
 def pack_round(sent: Round) -> bytes:
     """Return the bytes to send."""
-    words: list[Sequence[Argument]] = [command.words for command in sent.commands]
+    words = sent.words
     if sent.is_grouped:
         words = [("MULTI",), *words, ("EXEC",)]
     if sent.sought:

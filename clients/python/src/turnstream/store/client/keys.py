@@ -106,8 +106,9 @@ run of the name `ts:{<run/<trajectory id>}~2:`:
 =========  ======  ==========================================================================
 turns      stream  turn n (from 0) has id `0-<n + 1>`, the seal is the entry after the last
                    turn; field `r` = record.
-meta       hash    epoch, writer, turns, bytes, sealed (0 or 1), from the first append on; after the
-                   release only `released`, for as long as late writers may come.
+meta       hash    epoch, writer, turns, bytes, sealed (0 or 1), from the first append on; turns
+                   and bytes lack those that were added without a script since the last one;
+                   after the release only `released`, for as long as late writers may come.
 =========  ======  ==========================================================================
 
 After a deletion remain `deleted`, `wake` with one entry, and `meta` of the trajectories that

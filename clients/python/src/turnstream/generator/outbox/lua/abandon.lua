@@ -20,8 +20,7 @@ if state ~= 'open' then
   return redis.error_reply('CONFLICT [' .. state .. '] ' .. ARGV[1] .. ' is already ' .. state)
 end
 if string.match(rest, '^%d+') ~= ARGV[2] and rest ~= ARGV[2] then
-  return redis.error_reply('FENCED ' .. ARGV[1] .. ' is open for ' .. rest .. ', not for '
-    .. ARGV[2])
+  return redis.error_reply('FENCED ' .. ARGV[1] .. ' is open for ' .. rest .. ', not for ' .. ARGV[2])
 end
 
 -- include: turnstream.store.run/whole_numbers.lua

@@ -30,8 +30,7 @@ for i = 1, #ARGV, 2 do
     replies[#replies + 1] = 'OK'
   else
     local epoch, writer = string.match(rest, '^(%d+):(.*)$')
-    replies[#replies + 1] = 'FENCED ' .. id .. ' was adopted by ' .. writer
-      .. ' with epoch ' .. epoch
+    replies[#replies + 1] = 'FENCED ' .. id .. ' was adopted by ' .. writer .. ' with epoch ' .. epoch
   end
 end
 return replies
