@@ -267,7 +267,8 @@ class Generator:
 
     async def _seal(self, writer: AsyncTrajectoryWriter) -> None:
         history, key = self._history, writer.key
-        crcs = tuple(writer._draft._crcs) if writer._draft else ()
+        turns = writer._draft._turns if writer._draft else []
+        crcs = tuple([turn.payload_crc for turn in turns])
         history.sealed_crcs.setdefault(key.trajectory_id, set()).add(crcs)
         is_eval = key.group_id.startswith("e") and not self._shared.in_force.reward_deadline_s
         awaits = self._rng.random() < 0.3 and not is_eval  # no run waits for its evaluations

@@ -154,9 +154,7 @@ class TrajectoryWriterBase(Generic[_Sender, _Receipt]):
         return not is_waiting
 
     def _has_capacity(self, turn: Turn) -> Callable[[], bool]:
-        """Return a test for capacity for this turn."""
-        num_bytes = _size_of(turn)
-        return lambda: self._outbox.inflight.has_capacity_for_turn(num_bytes)
+        return lambda: self._outbox.inflight.has_capacity_for_turn(_size_of(turn))
 
     def _put_turn(self, queue: TrajectoryQueue, turn: Turn, receipt: PendingWrite) -> None:
         self._require_open()

@@ -51,22 +51,20 @@ _Result = TypeVar("_Result")
 
 
 class Alarm:
-    """A timer that calls a function of the event loop in some time, or earlier.
-
-    It stays set from round to round: setting and stopping a timer for each round costs as much as
-    some turns. The function sets it again where it was called too early.
-    """
+    """A timer that stays set from round to round; its function sets it again if it is early."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
         self._timer: asyncio.TimerHandle | None = None
+        self._when_s = 0.0
 
     def ring_in(self, pause_s: float) -> None:
         """Call the function after this time at the latest."""
         loop = asyncio.get_running_loop()
         when_s = loop.time() + pause_s
-        if self._timer is None or when_s < self._timer.when():
+        if self._timer is None or when_s < self._when_s:
             self.cancel()
+            self._when_s = when_s
             self._timer = loop.call_at(when_s, self._ring)
 
     def cancel(self) -> None:
