@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -94,3 +95,55 @@ def test_a_server_that_is_away_is_an_error_of_ours(
         run.do(run.open_group())
     with pytest.raises(StoreUnavailableError):
         run.do_all([run.open_group()])
+
+
+async def test_calls_of_an_asyncio_client_start_no_task(own_server: EmbeddedServer) -> None:
+    loop = asyncio.get_running_loop()
+    started: list[Any] = []
+
+    def start(loop: Any, work: Any, **options: Any) -> Any:
+        started.append(work)
+        return asyncio.Task(work, loop=loop, **options)
+
+    async with connect_async(own_server.url) as client:
+        await client.ping()
+        loop.set_task_factory(start)
+        try:
+            assert await client.execute_command("ECHO", "one") == b"one"
+            pipeline = client.pipeline(transaction=False)
+            pipeline.execute_command("ECHO", "two")
+            assert await pipeline.execute() == [b"two"]
+        finally:
+            loop.set_task_factory(None)
+
+    assert started == []
+
+
+async def test_asyncio_client_sends_more_than_the_system_takes_at_once(
+    own_client: redis.Redis, own_server: EmbeddedServer
+) -> None:
+    value = bytes(range(256)) * (1 << 16)
+    async with connect_async(own_server.url) as client:
+        assert await client.execute_command("ECHO", value) == value
+
+    statistics: Any = own_client.info("commandstats")
+    assert statistics["cmdstat_echo"]["calls"] == 1
+
+
+async def test_asyncio_client_keeps_replies_apart_after_cancelled_and_lost_calls(
+    own_client: redis.Redis, own_server: EmbeddedServer
+) -> None:
+    async def echo(word: str) -> bytes:
+        pipeline = client.pipeline(transaction=False)
+        pipeline.execute_command("ECHO", word)
+        return (await pipeline.execute())[0]
+
+    async with connect_async(own_server.url) as client:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.execute_command("BLPOP", "list", 0.3), 0.1)
+        assert await client.execute_command("ECHO", "one") == b"one"
+        assert await echo("two") == b"two"
+        own_client.execute_command("CLIENT KILL TYPE normal SKIPME yes")
+        assert await client.execute_command("ECHO", "three") == b"three"
+        own_client.execute_command("CLIENT KILL TYPE normal SKIPME yes")
+        assert await echo("four") == b"four"

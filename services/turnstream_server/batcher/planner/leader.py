@@ -151,7 +151,8 @@ class Leader:
         while events := await self._listener.read_events():
             for entry in events:
                 decisions += await self._apply(entry)
-                decisions += await self._pass_all(planned, through=entry.event_id)
+                if planned:
+                    decisions += await self._pass_all(planned, through=entry.event_id)
                 await self._share.after(entry)
             self._snapshots.count_events(len(events))
             await self._decisions.write()

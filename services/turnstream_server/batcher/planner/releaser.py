@@ -112,9 +112,12 @@ class Releaser:
         jobs = (self._release_batches, self._release_ended, self._discard_dead_letters)
         try:
             trouble = await self._archive()
-            failpoint("advance_watermark.before")
-            await advance_watermark(self._term, at_most=self._archived)
             state = await read_release_state(self._client, self._run)
+            if state.released < state.checkpoint:
+                failpoint("advance_watermark.before")
+                through = await advance_watermark(self._term, at_most=self._archived)
+                if through > state.released:
+                    state = await read_release_state(self._client, self._run)
             for job in jobs:
                 has_worked |= await job(state)
         except (FencedError, RunNotFoundError, UnavailableError):

@@ -26,6 +26,7 @@ from turnstream.store.client import keys
 from turnstream.store.client.replies import translating
 from turnstream.store.client.run_ids import no_such_run
 from turnstream.store.client.scripts import Command, Script, run_commands_async
+from turnstream.store.client.stored_values import parsed_number
 from turnstream.store.run.configs import read_config_async
 from turnstream_server.failpoints import failpoint
 from turnstream_server.ledger.core.scan import hash_pages
@@ -71,6 +72,8 @@ GROUP_SLICE: Final = 128
 STEP_SLICE: Final = 16
 """Steps whose plans one round trip replaces."""
 
+_RELEASE_FIELDS: Final = ("stepped", "released", "folded", "ends", "checkpoints")
+
 _RELEASE = Script("release_payload", "turnstream_server.ledger.release")
 
 
@@ -78,10 +81,12 @@ _RELEASE = Script("release_payload", "turnstream_server.ledger.release")
 class ReleaseState:
     """The progress of a run's release at one time.
 
-    `folded` is the newest step with a compact record, `num_ended` counts the trajectories that ever
-    ended untrained and are no dead letters, and `num_entries` those in the ledger.
+    `checkpoint` is the newest one: no step after it can be released. `folded` is the newest step
+    with a compact record. `num_ended` counts the trajectories that ever ended untrained and are no
+    dead letters, and `num_entries` those in the ledger.
     """
 
+    checkpoint: int
     released: int
     folded: int
     num_records: int
@@ -96,7 +101,7 @@ async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseSt
     """Return the progress of a run's release."""
     names = keys.run_keys(run)
     pipeline = client.pipeline(transaction=False)  # a full server refuses transactions
-    pipeline.execute_command("HMGET", names.frontier, "stepped", "released", "folded", "ends")
+    pipeline.execute_command("HMGET", names.frontier, *_RELEASE_FIELDS)
     pipeline.execute_command("HGET", names.snapshot, "step")
     pipeline.execute_command("HMGET", names.counts, *DROPPED, "discarded", "dead_bytes")
     pipeline.execute_command("HVALS", names.reasons)
@@ -106,6 +111,7 @@ async def read_release_state(client: redis.asyncio.Redis, run: str) -> ReleaseSt
     if frontier[0] is None:
         raise no_such_run(run)
     return ReleaseState(
+        checkpoint=parsed_number((frontier[4] or b"").rpartition(b",")[2] or b"0"),
         released=int(frontier[1] or 0),
         folded=int(frontier[2] or 0),
         num_records=int(frontier[3] or 0),

@@ -1,11 +1,11 @@
 """Round trips to the store of the calls of a trainer."""
 
+import asyncio
 import contextlib
 from collections import defaultdict
 from typing import Any, cast
 
 import pytest
-from redis.asyncio.connection import AbstractConnection
 
 from turnstream.errors import NotReadyError
 from turnstream.types import RecoveryToken
@@ -20,13 +20,13 @@ from turnstream_server.ledger.core.frontier import read_frontier_async
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """An entry for each message that an asyncio client sends to a store."""
     found: list[None] = []
-    send = AbstractConnection.send_packed_command
+    write = asyncio.StreamWriter.writelines
 
-    async def send_counted(connection: AbstractConnection, *words: Any, **options: Any) -> None:
+    def write_counted(writer: asyncio.StreamWriter, *words: Any) -> None:
         found.append(None)
-        await send(connection, *words, **options)
+        write(writer, *words)
 
-    monkeypatch.setattr(AbstractConnection, "send_packed_command", send_counted)
+    monkeypatch.setattr(asyncio.StreamWriter, "writelines", write_counted)
     return found
 
 

@@ -299,4 +299,4 @@ def _mini_batches(
 
 def event_order(event_id: str) -> tuple[int, ...]:
     """Return an event id as numbers: as text, "10-0" would come before "9-0"."""
-    return tuple(int(part) for part in event_id.split("-"))
+    return tuple(map(int, event_id.split("-")))
