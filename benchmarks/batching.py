@@ -52,7 +52,7 @@ from turnstream.batching.layouts.sft import (
 )
 from turnstream.batching.merge.columns import merged_turns, token_columns
 from turnstream.batching.merge.merging import plan_sequences, store_turns
-from turnstream.types import Ragged, Rows, StoredTurn, StoredTurns, Turn
+from turnstream.types import NO_PARENT, Ragged, Rows, StoredTurn, StoredTurns, Turn
 
 COLLATION_GOAL, COPY_GOAL = 30.0, 2.0
 BREAKS = (
@@ -185,16 +185,21 @@ def _merged(turns: list[list[Turn]]) -> Any:
 
 
 def _assembly(stored: list[list[StoredTurn]]) -> Callable[[], Any]:
-    firsts = itertools.accumulate([len(own) for own in stored], initial=0)
+    firsts = [*itertools.accumulate([len(own) for own in stored], initial=0)]
     rows = [
         [first + turn for turn in row.turns]
         for first, own in zip(firsts, stored, strict=False)
         for row in plan_sequences([turn.shape for turn in own], merge=True)
     ]
+    parents = [
+        turn.parent_turn if turn.parent_turn == NO_PARENT else first + turn.parent_turn
+        for first, own in zip(firsts, stored, strict=False)
+        for turn in own
+    ]
 
     def assemble() -> Any:
         turns = StoredTurns.of(itertools.chain.from_iterable(stored))
-        return token_columns(merged_turns(turns, rows))
+        return token_columns(merged_turns(turns._replace(parent_turn=parents), rows))
 
     return assemble
 

@@ -23,10 +23,10 @@ local MOST_BYTES = 48 * 1024 * 1024  -- of all turns: a reader takes them in one
 local epoch, kind, caller = string.match(ARGV[1], '^(%d+)([:/]?)(.*)$')
 local holder, writer, sealed, bytes, released = unpack(
   redis.call('HMGET', META, 'epoch', 'writer', 'sealed', 'bytes', 'released'))
-if released then
-  return redis.error_reply(released == 'abandoned'
-    and 'FENCED the trajectory was abandoned, and its payload released'
-    or 'FENCED [released] the trajectory is finished'
+if released == 'abandoned' then
+  return redis.error_reply('FENCED the trajectory was abandoned, and its payload released')
+elseif released then
+  return redis.error_reply('FENCED [released] the trajectory is finished'
     .. (released == 'deleted' and ': its run was deleted' or ', and its payload released'))
 end
 local is_first_call = kind == ':'
