@@ -1,9 +1,8 @@
 """The requests of a generator to the store, as values; each is one call of a script.
 
-A later turn may need no script (`AppendTurns.is_direct`).
-A publisher on Redis sends the call itself. A publisher on HTTP sends the request to a gateway, as a
-message of the wire (`transport/messages.py`), and the gateway sends the call. So a gateway of
-another release may have other scripts.
+A publisher on Redis sends the call itself, and most later turns without the script
+(`AppendTurns.direct_words`). A publisher on HTTP sends the request to a gateway, as a message of
+the wire (`transport/messages.py`), and the gateway of any release sends its own call.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ class AppendTurns(NamedTuple):
         is_placed: the store has created the stream of the trajectory.
         records: encoded turns; the last is the seal if `is_sealed`.
         bytes_before: bytes of the turns before `first`; 0 if they are not known.
-        is_direct: the one turn may be appended without the script, if nothing else calls the store
-            on the same connection. The reply is then the id of its entry, or None.
+        is_direct: `direct_words` may be sent on a connection of one publisher.
     """
 
     run: str
@@ -122,9 +120,9 @@ class AppendTurns(NamedTuple):
 
     @property
     def direct_words(self) -> Sequence[Argument]:
-        """Return the words that append the one turn without the script."""
-        turns = keys.trajectory_keys(self.run, self.trajectory_id).turns
-        return ("XADD", turns, "NOMKSTREAM", f"0-{self.first + 1}", "r", self.records[0])
+        """Return the words that append the one turn; the reply is the id of its entry, or None."""
+        payload = keys.trajectory_keys(self.run, self.trajectory_id)
+        return ("XADD", payload.turns, "NOMKSTREAM", f"0-{self.first + 1}", "r", self.records[0])
 
 
 class PostedSeal(NamedTuple):
