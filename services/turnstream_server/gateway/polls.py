@@ -49,7 +49,7 @@ class Polls:
         self._client = client
         self._listener = listener
         self._events: dict[str, set[asyncio.Event]] = {}
-        self._unread: set[asyncio.Event] = set()  # of polls whose last read failed
+        self._unread: set[asyncio.Event] = set()  # the last read of these polls failed
         self._held: set[asyncio.Timeout] = set()
         self._position: Any = None
         self._reads = asyncio.Semaphore(_MAX_READS)

@@ -1,4 +1,4 @@
-"""API keys: what each allows, its record, and the check of the key of a request.
+"""API keys: the rights and the record of each, and the check of the key of a request.
 
 A key itself is never stored: its hash is its id. Checks keep an answer of the store for a second.
 """

@@ -59,7 +59,7 @@ class Service:
     """One process of a job.
 
     Attributes:
-        address: that of a batcher or gateway that answers; empty for other services.
+        address: host and port of a batcher or gateway once it answers; empty for other services.
     """
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], log_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given
 from testkit import assert_same, ids, stored_turn
 from testkit.strategies import stored_turns
 from turnstream.errors import CorruptRecordError, InvalidTurnError
+from turnstream.records import turns as turn_records
 from turnstream.records.encoding import TURN, read_frame, write_frame
 from turnstream.records.turns import decode_turn, encode_turn, read_turns
 from turnstream.types import ExtraPiece, StoredTurn, StoredTurns, VersionRun
@@ -73,6 +74,17 @@ def test_turns_read_together_are_those_decoded_one_by_one():
         with pytest.raises(CorruptRecordError) as expected:
             decode_turn(damaged)
         assert str(caught.value) == str(expected.value)
+
+
+def test_long_header_fills_no_cache():
+    versions = tuple(VersionRun(10**9 + number, 1) for number in range(300))
+    record = encode_turn(replace(stored_turn("a", "B" * 300), version_runs=versions))
+    before = turn_records._plain_run.cache_info()
+
+    ((*_, found, _, _),) = read_turns([record])
+
+    assert found == versions
+    assert turn_records._plain_run.cache_info() == before
 
 
 @given(turn=stored_turns())
