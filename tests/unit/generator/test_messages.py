@@ -92,7 +92,7 @@ EDGES: Final[tuple[Any, ...]] = (
     OpenGroup(
         RUN, WRITER, replace(_GROUP, group_id="a/ ~\u00e9#"), [_ODD], prompt_number=2**53 - 1
     ),
-    AppendTurns(RUN, WRITER, _ODD, 2**53 - 1, False, 0, [], False),
+    AppendTurns(RUN, WRITER, _ODD, 2**53 - 1, False, 0, [], False, 2**64 - 1),
     AppendTurns(RUN, WRITER, _ODD, 0, False, 0, [b"turn"], False),
     PostSeals(RUN, WRITER, []),
     PostSeals(RUN, WRITER, [PostedSeal(_ID, 0, False, size, b"seal") for size in (None, 0)]),

@@ -239,6 +239,11 @@ def test_record_that_contradicts_itself_is_refused(reason: str, changes: dict[st
     for read in (decode_turn, lambda record: read_turns([record])):
         with pytest.raises(CorruptRecordError, match=reason):
             read(record)
+    scalar = wire.TurnHeader(
+        parent_turn=-1, arrays=[wire.ArraySpec(name="token_ids", dtype="int32")]
+    )
+    with pytest.raises(CorruptRecordError, match=r"token_ids: int32\[\] is not one row"):
+        decode_turn(write_frame(TURN, scalar.SerializeToString(), [np.zeros(1, np.int32)]))
     with pytest.raises(CorruptRecordError, match="no token_ids"):
         decode_turn(write_frame(TURN, wire.TurnHeader(parent_turn=-1).SerializeToString()))
 

@@ -1,4 +1,4 @@
-"""The requests of a generator to the store, as values; each is one call of a script.
+"""The requests of a generator to the store, as values; a script carries out each of them.
 
 A publisher on Redis sends the call itself, and most later turns without the script
 (`AppendTurns.direct_words`). A publisher on HTTP sends the request to a gateway, as a message of
@@ -96,7 +96,7 @@ class AppendTurns(NamedTuple):
         is_placed: the store has created the stream of the trajectory.
         records: encoded turns; the last is the seal if `is_sealed`.
         bytes_before: bytes of the turns before `first`; 0 if they are not known.
-        is_direct: `direct_words` may be sent on a connection of one publisher.
+        is_direct: `direct_words` may be sent in place of the script; a gateway sends the script.
     """
 
     run: str

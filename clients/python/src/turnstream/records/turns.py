@@ -316,8 +316,8 @@ def _contradiction_of_lengths(turn: StoredTurn) -> tuple[str, str] | None:
         return "parent_turn", f"{turn.parent_turn} is not before turn {turn.index}"
     if turn.parent_turn == NO_PARENT and turn.shared_tokens:
         return "shared_tokens", f"{turn.shared_tokens}, but the turn has no parent"
-    if not 0 <= num_response <= len(turn.token_ids):
-        return "num_response_tokens", f"{num_response} of {len(turn.token_ids)} token_ids"
+    if not 0 <= num_response <= turn.token_ids.size:  # it may have no dimension
+        return "num_response_tokens", f"{num_response} of {turn.token_ids.size} token_ids"
     for name, known in _TYPES.items():
         array = getattr(turn, name)
         if array is None:

@@ -76,7 +76,7 @@ class Round(NamedTuple):
 
     @property
     def words(self) -> list[Sequence[Argument]]:
-        """Return the words of each call on a connection that nothing else uses."""
+        """Return the words of each call to Redis; a gateway gets requests in place of words."""
         return [
             request.direct_words
             if isinstance(request, AppendTurns) and request.is_direct
@@ -168,8 +168,8 @@ class TrajectoryQueue:
         earlier_epoch: its epoch before the restart.
         is_doubted: the run does not know its posted seal, perhaps after a lost answer, so the
             payload decides.
-        connection: number of the connection on which the script has stored its newest turn; 0 if
-            the next turn needs the script.
+        connection: number of the connection on which its newest turn was stored; 0 if the next
+            turn needs the script.
     """
 
     key: TrajectoryKey

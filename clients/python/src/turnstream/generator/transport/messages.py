@@ -95,6 +95,7 @@ def _write_turns(request: AppendTurns) -> wire.AppendTurns:
         first=request.first,
         records=turns,
         seal=seal,
+        bytes_before=request.bytes_before,
     )
 
 
@@ -185,6 +186,7 @@ def _read_turns(it: wire.AppendTurns, run: str, writer: str) -> AppendTurns:
         first=it.first,
         records=[*it.records, *([it.seal] if it.seal else ())],
         is_sealed=bool(it.seal),
+        bytes_before=it.bytes_before,
     )
 
 

@@ -168,7 +168,8 @@ class _LeanConnection(redis.asyncio.connection.AbstractConnection):
             self._writer.writelines(command)
             if not self._writer.transport.get_write_buffer_size():
                 return
-            command = ()  # it is written: wait until it is sent
+            # They are written: wait until they are sent. A PING now would read their reply.
+            command, check_health = (), False
         await super().send_packed_command(command, check_health=check_health)
 
 

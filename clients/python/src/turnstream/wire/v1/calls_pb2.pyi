@@ -83,18 +83,20 @@ class OpenGroup(_message.Message):
     def __init__(self, group: _Optional[_Union[_records_pb2.GroupOpened, _Mapping]] = ..., samples: _Optional[_Iterable[int]] = ..., attempts: _Optional[_Iterable[int]] = ..., prompt_number: _Optional[int] = ..., is_again: bool = ...) -> None: ...
 
 class AppendTurns(_message.Message):
-    __slots__ = ("lease", "is_placed", "first", "records", "seal")
+    __slots__ = ("lease", "is_placed", "first", "records", "seal", "bytes_before")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     IS_PLACED_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
+    BYTES_BEFORE_FIELD_NUMBER: _ClassVar[int]
     lease: Lease
     is_placed: bool
     first: int
     records: _containers.RepeatedScalarFieldContainer[bytes]
     seal: bytes
-    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., is_placed: bool = ..., first: _Optional[int] = ..., records: _Optional[_Iterable[bytes]] = ..., seal: _Optional[bytes] = ...) -> None: ...
+    bytes_before: int
+    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., is_placed: bool = ..., first: _Optional[int] = ..., records: _Optional[_Iterable[bytes]] = ..., seal: _Optional[bytes] = ..., bytes_before: _Optional[int] = ...) -> None: ...
 
 class PostSeals(_message.Message):
     __slots__ = ("seals",)
