@@ -76,6 +76,18 @@ def test_turns_read_together_are_those_decoded_one_by_one():
         assert str(caught.value) == str(expected.value)
 
 
+def test_checksums_of_turns_read_together_are_computed_once(monkeypatch: pytest.MonkeyPatch):
+    plain = encode_turn(stored_turn("a", "B"))
+    routed = encode_turn(replace(stored_turn("a", "B"), extras={"routes": ExtraPiece(0, ROUTES)}))
+    read: list[bytes] = []
+    crc32 = zlib.crc32
+    monkeypatch.setattr(zlib, "crc32", lambda record: (read.append(record), crc32(record))[1])
+
+    read_turns([routed, plain, routed])
+
+    assert read == [routed, plain, routed]
+
+
 def test_long_header_fills_no_cache():
     versions = tuple(VersionRun(10**9 + number, 1) for number in range(300))
     record = encode_turn(replace(stored_turn("a", "B" * 300), version_runs=versions))

@@ -9,7 +9,6 @@ an older release refuse them, and do not train the tokens unweighted.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -178,7 +177,10 @@ def _spec(name: str, length: int) -> bytes:
 
 def decode_turn(record: bytes) -> StoredTurn:
     """Return the turn of a record; its arrays are read-only views into `record`."""
-    frame = read_frame(record, kind=TURN)
+    return _turn(record, read_frame(record, kind=TURN))
+
+
+def _turn(record: bytes, frame: Frame) -> StoredTurn:
     header = parse_message(wire.TurnHeader, frame.header)
     columns, extras = _arrays(record, frame, header.arrays)
     if "token_ids" not in columns:
@@ -207,13 +209,21 @@ def decode_turn(record: bytes) -> StoredTurn:
 def read_turns(records: Sequence[bytes]) -> list[TurnValues]:
     """Return the turns of records as `decode_turn` does, each as the values of StoredTurns.
 
-    Where no record has an extra column, lengths and types agree, but values are not checked:
-    one check of joined columns costs less.
+    In a turn without extra columns, lengths and types agree, but values are not checked: one check
+    of joined columns costs less.
     """
-    with contextlib.suppress(DecodeError, ValueError):
+    try:
         frames = check_frames(records, kind=TURN)
-        return [_plain_turn(*each) for each in zip(records, frames, strict=True)]
-    return [turn_values(decode_turn(record)) for record in records]
+    except ValueError:
+        return [turn_values(decode_turn(record)) for record in records]
+    return [*map(_turn_values, records, frames)]
+
+
+def _turn_values(record: bytes, frame: tuple[int, int]) -> TurnValues:
+    try:
+        return _plain_turn(record, frame)
+    except (DecodeError, ValueError):
+        return turn_values(_turn(record, read_frame(record, kind=TURN, is_whole=True)))
 
 
 def _plain_turn(record: bytes, frame: tuple[int, int]) -> TurnValues:
