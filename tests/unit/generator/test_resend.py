@@ -72,6 +72,25 @@ def test_resent_turns_are_counted_only_as_resent() -> None:
     assert queue.num_acknowledged == 1
 
 
+def test_turn_after_resent_ones_names_the_bytes_before_it() -> None:
+    driver = OutboxDriver(keep_s=5.0)
+    (queue,) = driver.open_queues()
+    for response in ("B", "CD"):
+        driver.append(queue, response)
+        driver.answer(1)
+
+    driver.restart()
+    driver.answer([1], b"OK")
+    again = driver.answer(2)
+    driver.append(queue, "E")
+    after = driver.take_round()
+
+    (resent,), (added,) = again.calls, after.calls
+    num_resent = sum(map(len, resent.request.records))
+    assert (len(resent.request.records), resent.request.bytes_before) == (2, 0)
+    assert added.request.bytes_before == num_resent
+
+
 def test_a_seal_is_sent_again_after_its_turns_were_proven() -> None:
     driver = OutboxDriver(keep_s=5.0)
     queue = driver.open_with_turn()

@@ -71,7 +71,7 @@ class TrajectoryTracker:
         """Continue an adopted trajectory after its stored turns."""
         queue = self.begin(key)
         queue.epoch, queue.is_placed, queue.num_acknowledged = epoch, True, num_turns
-        queue.num_bytes = num_bytes
+        queue.num_bytes = queue.acknowledged_bytes = num_bytes
         self._add_lease(queue, now_s)
         self.resend_buffer.keep(KeptWrite(queue, is_adoption=True), now_s=now_s)
         return queue
@@ -127,6 +127,7 @@ class TrajectoryTracker:
         num_turns = len(sent.records) - sent.is_sealed
         for _ in range(num_turns):
             turn, receipt, is_again = queue.pending.popleft()
+            queue.acknowledged_bytes += len(turn.record)
             self.resend_buffer.keep(KeptWrite(queue, turn), now_s=now_s)
             if is_again:
                 self.inflight.add("num_resent")
@@ -317,6 +318,7 @@ class TrajectoryTracker:
         for pending in queue.pending:
             self.resend_buffer.keep(KeptWrite(queue, pending.turn), now_s=now_s)
         queue.num_acknowledged += len(queue.pending)
+        queue.acknowledged_bytes = queue.num_bytes
         if queue.seal is not None:
             record = queue.seal_record
             queue.seal = lambda _epoch: record

@@ -164,6 +164,8 @@ class TrajectoryQueue:
 
     Attributes:
         num_acknowledged: turns acknowledged: the index of `pending[0]`.
+        acknowledged_bytes: bytes of these turns.
+        num_bytes: bytes of all its turns.
         has_ended: it has ended once; a restart of the store may repeat all states.
         earlier_epoch: its epoch before the restart.
         is_doubted: the run does not know its posted seal, perhaps after a lost answer, so the
@@ -179,6 +181,7 @@ class TrajectoryQueue:
     is_placed: bool = False
     pending: deque[PendingTurn] = field(default_factory=deque)
     num_acknowledged: int = 0
+    acknowledged_bytes: int = 0
     seal: SealMaker | None = None
     seal_record: bytes = b""
     awaits_reward: bool = False
@@ -212,6 +215,7 @@ class TrajectoryQueue:
         self.reserved_bytes = FIRST_BYTES
         self.pending.extendleft([PendingTurn(turn, None, True) for turn in reversed(turns)])
         self.num_acknowledged -= len(turns)
+        self.acknowledged_bytes -= sum([len(turn.record) for turn in turns])
 
     def next_payload(self, run: str, writer: str, *, connection: int) -> AppendTurns:
         """Return the request that stores the next turns, at least one, and its seal after all.
@@ -239,7 +243,7 @@ class TrajectoryQueue:
             first=self.num_acknowledged,
             records=records,
             is_sealed=is_sealed,
-            bytes_before=self.num_bytes - sum([len(each.turn.record) for each in self.pending]),
+            bytes_before=self.acknowledged_bytes,
             is_direct=self.seal is None
             and len(self.pending) == 1
             and self.epoch == 1
