@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +31,8 @@ from turnstream.types import (
     StoredTurns,
 )
 from turnstream_server.batcher.assembly.payload import Damage, DamagedPayloadError, PayloadReader
+
+_logger = logging.getLogger(__name__)
 
 _NAMES_AGGREGATION: Final = 4
 """First assembly version whose mini-batches name the aggregation of the run."""
@@ -82,10 +84,13 @@ def build_rows(batch: PlannedBatch, reader: PayloadReader, *, mini_batch: int) -
         extra_columns=batch.config.extra_columns,
         masked_versions=batch.manifest.masked_versions,
     )
-    with contextlib.suppress(BatchingError, RecordError):
+    try:
         turns = reader.read_columns(members, run=run)
         return assemble(groups, turns, first_row_id=first_row_id)
-    # Again, turn by turn: the errors name the trajectories.
+    except (BatchingError, RecordError) as error:
+        _logger.warning(
+            "run %s, step %d: it is read again, turn by turn: %s", run, batch.manifest.step, error
+        )
     payload = reader.read(members, run=run)
     turns = StoredTurns.of(itertools.chain.from_iterable([payload[m.key] for m in members]))
     try:
