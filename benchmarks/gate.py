@@ -62,6 +62,9 @@ def _pipeline(found: Any) -> Ratios:
     for title, each in found.items():
         if isinstance(each, dict) and "cpu_s" in each:
             yield f"{title}, times the floor", each["cpu_s"] / floor_s
+    if growth := found.get("growth"):
+        times = growth["grown_s"] / growth["once_s"]
+        yield f"{growth['growth']} times the work, times the CPU", times
     for num, each in found["agentic"]["publishers"].items():
         for stage in ("producer", "store", "batcher"):
             turn_us = each["turn_us"][stage]

@@ -34,8 +34,18 @@ def pipeline(found: dict[str, Any]) -> str:
         [
             table(["", "CPU s", *stages, "times the floor", "trajectories/s"], rows),
             f"{size}; the floor takes {floor_s:.3f} CPU s ({parts}).",
+            *([] if "growth" not in found else [_growth(found["growth"])]),
             *([] if "agentic" not in found else _agentic(found["agentic"])),
         ]
+    )
+
+
+def _growth(found: dict[str, Any]) -> str:
+    """Return how many times the CPU seconds more work takes."""
+    times, goal = found["grown_s"] / found["once_s"], found["goal"]
+    return (
+        f"{found['growth']} times the work takes {times:.2f} times the CPU s, of at most {goal}: "
+        f"{reached(times <= goal)}."
     )
 
 

@@ -7,7 +7,8 @@ Every stage is a process of its own; CPU seconds are read from outside, from the
 are ready until the consumer holds every tensor, so process start and imports are left out. The
 floor is measured in the same run: the same payload through the bare transports.
 
-A second table, "agentic", has trajectories of many small turns: see agentic.py.
+Then eight times the work goes through, in alternating rounds with the work itself. A second table,
+"agentic", has trajectories of many small turns: see agentic.py.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from workload import (
 
 HERE = Path(__file__)
 GROUPS_PER_BATCH = 16
+GROWTH = 8
+GROWTH_GOAL = 8.4
 
 
 # ------------------------------------------------------------------------------ roles
@@ -267,6 +270,21 @@ def _cpu_of_work(role: Role, *pids: int) -> float:
     return statistics.median(cpu_of_work([role], {}, pids)[0] for _ in range(5))
 
 
+def measure_growth(*, num_groups: int, num_rounds: int) -> dict[str, float]:
+    """Return the CPU seconds of the work, and of `GROWTH` times the work: medians."""
+    benches = [Bench(num_groups=times * num_groups, torch_threads=1) for times in (1, GROWTH)]
+    try:
+        rounds = [
+            [bench.round(f"growth-{index}").total_cpu_s for bench in benches]
+            for index in range(num_rounds + 1)
+        ]
+    finally:
+        for bench in benches:
+            bench.close()
+    once_s, grown_s = map(statistics.median, zip(*rounds[1:], strict=True))  # the first warms up
+    return {"growth": GROWTH, "goal": GROWTH_GOAL, "once_s": once_s, "grown_s": grown_s}
+
+
 def measure_agentic(*, num_groups: int, num_rounds: int, publishers: Sequence[int]) -> Any:
     """Return the CPU of a turn by stage, its floor and all memory, by number of publishers."""
     num_rows = num_groups * GROUP_SIZE
@@ -362,6 +380,9 @@ def main() -> None:
         results[title] = {"cpu_s": total, "wall_s": wall, "rounds": [asdict(r) for r in rounds]}
     print(f"floor, CPU seconds             {sum(floor_s.values()):.3f}   ", end="")
     print("[" + "  ".join(f"{name} {s:.3f}" for name, s in floor_s.items()) + "]\n")
+    results["growth"] = measure_growth(num_groups=arguments.groups, num_rounds=arguments.rounds)
+    times = results["growth"]["grown_s"] / results["growth"]["once_s"]
+    print(f"{GROWTH} times the work             {times:.2f} times the CPU seconds\n")
     results["agentic"] = measure_agentic(
         num_groups=max(arguments.groups // 2, GROUPS_PER_BATCH),
         num_rounds=arguments.rounds,
