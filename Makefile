@@ -80,6 +80,7 @@ check: $(STAMP) ## the quick loop: lint, types, layers, unit and contract tests
 
 bench: $(STAMP) ## measure the path, the core and the services; fail if a ratio to a baseline is 15 % worse
 	$(BIN)/python benchmarks/pipeline.py --json benchmarks/results/pipeline.json
+	$(BIN)/python benchmarks/latency.py --json benchmarks/results/latency.json
 	$(BIN)/python benchmarks/peers.py --json benchmarks/results/peers.json
 	$(BIN)/python benchmarks/cold.py --json benchmarks/results/cold.json
 	$(BIN)/python benchmarks/ingest.py --json benchmarks/results/ingest.json

@@ -14,14 +14,23 @@ The floor of a stage is measured in the same run, with the same number and size 
 from __future__ import annotations
 
 import asyncio
+import statistics
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
 from processes import Role, cpu_of_work
-from workload import AGENTIC_TURNS, GROUP_SIZE, checksum_groups, make_agentic_groups
+from workload import (
+    AGENTIC_TURNS,
+    GROUP_SIZE,
+    checksum_groups,
+    int64_bytes,
+    make_agentic_groups,
+)
 
+SCRIPT = Path(__file__).with_name("pipeline.py")
 PUBLISHERS = (1, 8)
 
 
@@ -128,3 +137,45 @@ def report(found: dict[str, Any]) -> None:
             print(f"    {stage:10} {turn_us:8.1f} {times:8.2f} x")
         memory = "  ".join(f"{stage} {mb:.0f}" for stage, mb in each["memory_mb"].items())
         print(f"    peak memory, MB  {sum(each['memory_mb'].values()):.0f}   [{memory}]")
+
+
+def measure(start_bench: Callable[..., Any], *, num_groups: int, num_rounds: int) -> Any:
+    """Return the CPU of a turn by stage, its floor and all memory, by number of publishers.
+
+    `start_bench` makes a `pipeline.Bench`.
+    """
+    num_rows = num_groups * GROUP_SIZE
+    num_turns = num_rows * AGENTIC_TURNS
+    row_bytes = int64_bytes(make_agentic_groups(num_groups))
+    found: dict[str, Any] = {"trajectories": num_rows, "turns": num_turns, "publishers": {}}
+    for num in PUBLISHERS:
+        bench = start_bench(num_groups=num_groups, torch_threads=1, num_publishers=num)
+        try:
+            wire_bytes = bench.round(f"warm-up-{num}").wire_bytes
+            with StageFloors(
+                SCRIPT,
+                bench.server.url,
+                bench.server.pid,
+                num_publishers=num,
+                num_turns=num_turns,
+                wire_bytes=wire_bytes,
+                row_bytes=row_bytes,
+            ) as floors:
+                both = [(bench.round(f"{num}-{i}"), floors.round()) for i in range(num_rounds)]
+            memory_mb = bench.peak_memory_mb()
+        finally:
+            bench.close()
+        found["publishers"][str(num)] = {
+            "turn_us": _turn_us([each.cpu_s for each, _ in both], num_turns=num_turns),
+            "floor_us": _turn_us([floor_s for _, floor_s in both], num_turns=num_turns),
+            "memory_mb": memory_mb,
+            "rounds": [asdict(each) for each, _ in both],
+        }
+    return found
+
+
+def _turn_us(rounds: list[dict[str, float]], *, num_turns: int) -> dict[str, float]:
+    return {
+        stage: statistics.median(each[stage] for each in rounds) / num_turns * 1e6
+        for stage in rounds[0]
+    }

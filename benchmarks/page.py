@@ -26,6 +26,7 @@ BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", r
 
 PAGES: dict[str, Callable[[Any], str]] = {
     "pipeline": path_figures.pipeline,
+    "latency": path_figures.latency,
     "peers": path_figures.peers,
     "cold": path_figures.cold,
     "ingest": figures.ingest,

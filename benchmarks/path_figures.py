@@ -68,6 +68,22 @@ def _agentic(found: dict[str, Any]) -> list[str]:
     return [table(titles, rows), f"{found['trajectories']} trajectories, {found['turns']:,} turns."]
 
 
+def latency(found: dict[str, Any]) -> str:
+    """Return the seconds from the last seal until the batch is there, and an empty round trip."""
+    wait_s, empty_s = statistics.median(found["after_seal_s"]), found["empty_s"]
+    rows = [
+        [
+            number(wait_s, 3),
+            number(found["goal_s"], 2),
+            reached(wait_s <= found["goal_s"]),
+            number(empty_s * 1000, 2),
+            number(wait_s / empty_s, 0),
+        ]
+    ]
+    titles = ["seconds, median", "at most", "", "empty round trip, ms", "times"]
+    return table(titles, rows)
+
+
 def cold(found: dict[str, Any]) -> str:
     """Return the CPU seconds of each start, and the seconds until `turnstream up` is ready."""
     rows = [

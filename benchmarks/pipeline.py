@@ -19,7 +19,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,11 @@ from typing import Any
 import agentic
 from processes import Role, cpu_of_work, cpu_seconds, peak_memory_mb, serve_role
 from workload import (
-    AGENTIC_TURNS,
     GROUP_SIZE,
     Checksum,
     checksum_groups,
     checksum_row,
     int64_bytes,
-    make_agentic_groups,
     make_groups,
 )
 
@@ -58,9 +55,15 @@ def start_producer(config: dict[str, Any]) -> Any:
             for group in groups:
                 publisher.publish(group)
             publisher.flush()
+            sealed_s = time.monotonic()
             publisher.close_run("all groups published")
             wire_bytes = publisher.statistics().wire_bytes
-        return {"checksum": expected, "wire_bytes": wire_bytes, "is_closed": True}
+        return {
+            "checksum": expected,
+            "wire_bytes": wire_bytes,
+            "sealed_s": sealed_s,
+            "is_closed": True,
+        }
 
     return work
 
@@ -81,14 +84,14 @@ def start_consumer(config: dict[str, Any]) -> Any:
         if "check" in message:
             return asdict(_checksum_tensors(held))
         held.clear()
-        start_s, first_s = message["start_s"], 0.0
+        start_s, first_s = message["start_s"], 0.0  # monotonic clock
         with BatchStream(config["batcher"], message["run"]) as stream:
             for mini_batch in stream:
                 held.append((mini_batch.to_torch(), torch.tensor(mini_batch.rows.reward)))
-                first_s = first_s or time.monotonic() - start_s
+                first_s = first_s or time.monotonic()
                 if mini_batch.is_last:
                     stream.stepped()
-        return {"first_s": first_s, "wall_s": time.monotonic() - start_s, "batches": len(held)}
+        return {"first_s": first_s, "wall_s": time.monotonic() - start_s}
 
     return work
 
@@ -127,12 +130,18 @@ def _start_role(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One run of the whole workload through all processes."""
+    """One run of the whole workload through all processes.
+
+    Attributes:
+        first_batch_s: from the start until the consumer has the first batch.
+        after_seal_s: from the acknowledgement of the last seal until then; 0 in the agentic part.
+    """
 
     cpu_s: dict[str, float]
     wall_s: float
     first_batch_s: float
     wire_bytes: int
+    after_seal_s: float = 0.0
 
     @property
     def total_cpu_s(self) -> float:
@@ -194,7 +203,14 @@ class Bench:
         if (found := Checksum(**self.consumer.receive())) != sent:
             raise RuntimeError(f"checksum: sent {sent}, received {found}")
         wire_bytes = sum(each["wire_bytes"] for each in produced)
-        return Round(cpu_s, consumed["wall_s"], consumed["first_s"], wire_bytes)
+        first_s = consumed["first_s"]
+        return Round(
+            cpu_s,
+            consumed["wall_s"],
+            first_s - message["start_s"],
+            wire_bytes,
+            after_seal_s=first_s - produced[0].get("sealed_s", first_s),
+        )
 
     def _cpu_s(self) -> dict[str, float]:
         return {stage: sum(map(cpu_seconds, pids)) for stage, pids in self.pids.items()}
@@ -285,45 +301,6 @@ def measure_growth(*, num_groups: int, num_rounds: int) -> dict[str, float]:
     return {"growth": GROWTH, "goal": GROWTH_GOAL, "once_s": once_s, "grown_s": grown_s}
 
 
-def measure_agentic(*, num_groups: int, num_rounds: int, publishers: Sequence[int]) -> Any:
-    """Return the CPU of a turn by stage, its floor and all memory, by number of publishers."""
-    num_rows = num_groups * GROUP_SIZE
-    num_turns = num_rows * AGENTIC_TURNS
-    row_bytes = int64_bytes(make_agentic_groups(num_groups))
-    found: dict[str, Any] = {"trajectories": num_rows, "turns": num_turns, "publishers": {}}
-    for num in publishers:
-        bench = Bench(num_groups=num_groups, torch_threads=1, num_publishers=num)
-        try:
-            wire_bytes = bench.round(f"warm-up-{num}").wire_bytes
-            with agentic.StageFloors(
-                HERE,
-                bench.server.url,
-                bench.server.pid,
-                num_publishers=num,
-                num_turns=num_turns,
-                wire_bytes=wire_bytes,
-                row_bytes=row_bytes,
-            ) as floors:
-                both = [(bench.round(f"{num}-{i}"), floors.round()) for i in range(num_rounds)]
-            memory_mb = bench.peak_memory_mb()
-        finally:
-            bench.close()
-        found["publishers"][str(num)] = {
-            "turn_us": _turn_us([each.cpu_s for each, _ in both], num_turns=num_turns),
-            "floor_us": _turn_us([floor_s for _, floor_s in both], num_turns=num_turns),
-            "memory_mb": memory_mb,
-            "rounds": [asdict(each) for each, _ in both],
-        }
-    return found
-
-
-def _turn_us(rounds: list[dict[str, float]], *, num_turns: int) -> dict[str, float]:
-    return {
-        stage: statistics.median(each[stage] for each in rounds) / num_turns * 1e6
-        for stage in rounds[0]
-    }
-
-
 # ------------------------------------------------------------------------------ report
 
 
@@ -383,10 +360,8 @@ def main() -> None:
     results["growth"] = measure_growth(num_groups=arguments.groups, num_rounds=arguments.rounds)
     times = results["growth"]["grown_s"] / results["growth"]["once_s"]
     print(f"{GROWTH} times the work             {times:.2f} times the CPU seconds\n")
-    results["agentic"] = measure_agentic(
-        num_groups=max(arguments.groups // 2, GROUPS_PER_BATCH),
-        num_rounds=arguments.rounds,
-        publishers=agentic.PUBLISHERS,
+    results["agentic"] = agentic.measure(
+        Bench, num_groups=max(arguments.groups // 2, GROUPS_PER_BATCH), num_rounds=arguments.rounds
     )
     agentic.report(results["agentic"])
     if arguments.json:

@@ -36,6 +36,7 @@ IDLE = ("--runs", "2", "--settle", "0.5", "--window", "0.5")
                 ("release", (), "", "Throughput with the budget over without: "),
                 ("idle", IDLE, "", "| 2 closed |"),
                 ("ingest", (), "x Redis", "| SDK over Redis |"),
+                ("latency", (), "an empty round trip", "| seconds, median |"),
                 ("peers", (), "x ours", "| TransferQueue, bulk |"),
                 ("cold", (), "x floor", "| turnstream status |"),
                 ("pipeline", PIPELINE, "agentic", "| 8 publishers |"),
