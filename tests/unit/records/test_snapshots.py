@@ -78,8 +78,8 @@ def test_snapshot_has_the_names_and_content_of_format_3() -> None:
 @pytest.mark.parametrize(
     ("other", "named"),
     [
-        ({"format": 2}, "older .*format 2; this one reads format 3"),
-        ({"format": 4}, "newer .*format 4; this one reads up to 3"),
+        ({"format": 2}, "older .*format 2; this one reads format 4"),
+        ({"format": 5}, "newer .*format 5; this one reads up to 4"),
         ({"planner": 3}, "no snapshot of a planner: TypeError"),
         ({"planner": {"step": 1}}, "no snapshot of a planner: KeyError"),
     ],
