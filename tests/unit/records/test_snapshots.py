@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from testkit import config, sealed
+from testkit import config, sealed, shape
 from testkit.runs.folds import abandoned, awaiting, key, opened, snapshot_of
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.errors import RecordError
@@ -48,6 +48,22 @@ def golden_snapshot() -> PlannerSnapshot:
         config_revision=2,
         revised_at="1-0",
     )
+
+
+def test_snapshot_with_a_turn_left_out_has_a_format_of_its_own() -> None:
+    unused = shape(2, 3, trained=0, is_left_out=True)
+    fold = RunFold(config(2))
+    fold.apply("0-0", opened(2, group_id="a"))
+    fold.apply("1-0", sealed("a", turns=[unused, shape(2, 3, parent=0, shared=2)]))
+    snapshot = replace(golden_snapshot(), fold=fold.state)
+
+    record = encode_snapshot(snapshot)
+
+    assert decode_snapshot(record) == snapshot
+    assert content_of(record)["format"] == 4
+    plain = encode_snapshot(golden_snapshot())
+    assert content_of(plain)["format"] == 3
+    assert "is_left_out" not in json.dumps(content_of(plain))
 
 
 def content_of(record: bytes) -> dict[str, Any]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import testkit
 from testkit import assert_same, shape, turn
-from testkit.planning import assembled_rows
+from testkit.planning import assembled_rows, plan, stored_group
 from testkit.strategies import declared_columns, forests, trees, with_extras
 from turnstream.batching.merge.left_out import left_out
 from turnstream.batching.merge.merging import merge_turns, plan_sequences, store_turns
+from turnstream.batching.merge.plan import GroupPlan
 from turnstream.errors import InvalidTurnError
 from turnstream.types import NO_PARENT, DeclaredColumn, Turn, TurnShape
 
@@ -150,6 +154,47 @@ def test_kept_turns_are_whole_and_trained_once_whatever_they_repeat(
     for row, tokens in zip(planned, rows.input_ids, strict=True):
         for index in row.turns:
             assert tokens.tolist()[: len(whole(turns[index]))] == whole(turns[index])
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gigpo", "rloo"])
+@pytest.mark.parametrize("source", ["outcome", "sum_of_turns", "last_turn"])
+def test_plan_scores_a_trajectory_as_without_the_turns_left_out(
+    estimator: Any, source: Any
+) -> None:
+    texts = ["a|B", "a|CX", "aCXd|E", "aCXd|FYZ"]
+    turns = [
+        turn(*text.split("|"), rewards=number + 0.5, anchor=number % 3)
+        for number, text in enumerate(texts)
+    ]
+    other = [turn("a", "G", rewards=0.25, anchor=0), turn("aGh", "I", rewards=2.0, anchor=1)]
+    config = replace(
+        testkit.config(),
+        estimator=estimator,
+        reward_source=source,
+        overlong_buffer=2,
+        overlong_length=5,
+    )
+    plans: list[GroupPlan] = []
+    for own, unused in ((turns, {0, 3}), (turns[1:3], set[int]())):
+        group, _ = stored_group(own, other, rewards=[0.75, 0.25])
+        first, second = group.members
+        shapes, rewards = [*first.turns], [*first.turn_rewards]
+        for index in unused:
+            shapes[index] = shapes[index]._replace(num_trained_tokens=0, is_left_out=True)
+            rewards[index] = 0.0
+        marked = replace(first, turns=tuple(shapes), turn_rewards=tuple(rewards))
+        (planned,) = plan(replace(group, members=(marked, second)), of=config).groups
+        plans.append(planned)
+
+    found, expected = (each.trajectories[0] for each in plans)
+
+    assert (found.left_out, expected.left_out) == ({0, 3}, set())
+    for name in ("reward", "advantage", "weights", "num_turn_tokens", "has_logprobs"):
+        assert getattr(found, name) == getattr(expected, name)
+    assert found.turn_advantages[1:3] == expected.turn_advantages
+    assert {*found.turn_advantages[::3]} <= {0.0}
+    assert plans[0].trajectories[1] == plans[1].trajectories[1]
+    assert [row.num_trained_tokens for row in found.sequences] == [3]
 
 
 def deep(num_turns: int) -> Sequence[TurnShape]:
