@@ -10,7 +10,7 @@ are turns with the same whole prompt.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -127,28 +127,29 @@ def _prompts(shapes: Sequence[TurnShape], others: Sequence[Hashable]) -> list[Ha
     return prompts
 
 
-def kept_links(shapes: Sequence[TurnShape]) -> list[tuple[int, int]]:
-    """Return (parent, shared tokens) of every turn, with parents that are not left out.
+def kept_shapes(shapes: Sequence[TurnShape]) -> Iterable[tuple[int, TurnShape]]:
+    """Yield the number and shape of each kept turn; no parent of these is left out.
 
     Turn 2 shares the prompt of turn 1, which is left out and shares 4 tokens with turn 0:
 
-    >>> kept_links([
+    >>> dict(kept_shapes([
     ...     TurnShape(NO_PARENT, 0, 2, 2, 2),
     ...     TurnShape(0, 4, 1, 1, 0, is_left_out=True),
     ...     TurnShape(1, 5, 0, 1, 1),
-    ... ])
-    [(-1, 0), (0, 4), (0, 4)]
+    ... ]))[2][:3]
+    (0, 4, 1)
     """
-    if not any(shape.is_left_out for shape in shapes):
-        return [(shape.parent_turn, shape.shared_tokens) for shape in shapes]
-    links: list[tuple[int, int]] = []
+    if True not in [shape.is_left_out for shape in shapes]:
+        return enumerate(shapes)
+    moved: list[TurnShape] = []
     for shape in shapes:
-        parent, num_shared = shape.parent_turn, shape.shared_tokens
-        if parent != NO_PARENT and shapes[parent].is_left_out:
-            parent, most = links[parent]
-            num_shared = min(num_shared, most)
-        links.append((parent, num_shared))
-    return links
+        if shape.parent_turn != NO_PARENT and shapes[shape.parent_turn].is_left_out:
+            parent = moved[shape.parent_turn]
+            num_shared = min(shape.shared_tokens, parent.shared_tokens)
+            num_new = shape.num_new_prompt_tokens + shape.shared_tokens - num_shared
+            shape = TurnShape(parent.parent_turn, num_shared, num_new, *shape[3:])
+        moved.append(shape)
+    return [(number, shape) for number, shape in enumerate(moved) if not shape.is_left_out]
 
 
 def without_left_out(

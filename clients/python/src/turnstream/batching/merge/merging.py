@@ -32,7 +32,7 @@ from turnstream.batching.config.declarations import (
     require_declared,
 )
 from turnstream.batching.merge.columns import OBSERVED, merged_turns, token_columns
-from turnstream.batching.merge.left_out import kept_links
+from turnstream.batching.merge.left_out import kept_shapes
 from turnstream.batching.merge.merged_extras import merged_columns
 from turnstream.batching.merge.plan import SequenceShape
 from turnstream.batching.merge.prefix import PrefixIndex, PrefixMatch
@@ -60,11 +60,10 @@ def plan_sequences(shapes: abc.Sequence[TurnShape], *, merge: bool) -> tuple[Seq
     num_tokens = [shape.num_tokens for shape in shapes]
     rows: list[list[int]] = []
     row_ending_in: dict[int, list[int]] = {}
-    for index, (parent, num_shared) in enumerate(kept_links(shapes)):
-        if shapes[index].is_left_out:
-            continue
+    for index, shape in kept_shapes(shapes):
+        parent = shape.parent_turn
         row = row_ending_in.get(parent) if merge else None
-        if row is not None and num_shared == num_tokens[parent]:
+        if row is not None and shape.shared_tokens == num_tokens[parent]:
             del row_ending_in[parent]
         else:
             row = list[int]()

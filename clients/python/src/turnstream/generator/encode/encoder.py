@@ -255,7 +255,7 @@ def _as_left_out(turn: SealedTurn) -> SealedTurn:
 
 def _call_digest(turn: Turn) -> bytes:
     """Return a digest of prompt and response."""
-    digest = hashlib.sha256(np.ascontiguousarray(turn.prompt_ids).data)
+    digest = hashlib.blake2b(np.ascontiguousarray(turn.prompt_ids).data, digest_size=16)
     digest.update(len(turn.prompt_ids).to_bytes(8, "little"))
     digest.update(np.ascontiguousarray(turn.response_ids).data)
     return digest.digest()
