@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import testkit
-from testkit import assert_same, shape, turn
+from testkit import assert_same, shape, spell, turn
 from testkit.planning import assembled_rows, plan, stored_group
 from testkit.strategies import declared_columns, forests, trees, with_extras
 from turnstream.batching.merge.left_out import left_out
@@ -101,6 +101,18 @@ def test_siblings_are_the_turns_with_equal_prompts(turns: tuple[Turn, ...]) -> N
 
 def whole_prompt(one: Turn) -> list[int]:
     return one.prompt_ids.tolist()
+
+
+def test_row_continues_with_the_prompt_that_a_left_out_turn_brought() -> None:
+    texts = ["a|B", "abcx|D", "abcx|E", "abcxef|G"]
+    turns = [turn(*text.split("|"), logprobs=-0.5) for text in texts]
+    turns[1] = replace(turns[1], logprobs=None)  # no row reads it
+
+    rows = assembled_rows(store_turns(turns), (), {1})
+
+    assert spell(rows) == ["aBcxEfG"]
+    assert rows.logprobs is not None
+    assert [own.tolist() for own in rows.logprobs] == [[-0.5, 0, 0, -0.5, 0, -0.5]]
 
 
 @st.composite
