@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from testkit.letters import ids, mask
-from turnstream.batching.merge.plan import ASSEMBLY_VERSION
+from turnstream.batching.merge.plan import PLAIN_ASSEMBLY_VERSION
 from turnstream.types import (
     Denominators,
     Extent,
@@ -122,7 +122,7 @@ def mini_batch_info(of: Rows, **changes: Any) -> MiniBatchInfo:
         mini_batch=0,
         num_mini_batches=1,
         manifest_hash="0" * 64,
-        assembly_version=ASSEMBLY_VERSION,
+        assembly_version=PLAIN_ASSEMBLY_VERSION,
         config_revision=1,
         pad_token_id=0,
         width=int(of.input_ids.lengths.max(initial=0)),

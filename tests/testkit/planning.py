@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -75,10 +75,15 @@ def stored_group(
 
 
 def planned_rows(
-    key: TrajectoryKey, stored: Sequence[StoredTurn], **changes: Any
+    key: TrajectoryKey,
+    stored: Sequence[StoredTurn],
+    *,
+    left_out: Collection[int] = (),
+    **changes: Any,
 ) -> TrajectoryPlan:
     """The plan of a trajectory of these turns, merged; every row weighs 1."""
-    sequences = plan_sequences([one.shape for one in stored], merge=True)
+    shapes = [one.shape._replace(is_left_out=one.index in left_out) for one in stored]
+    sequences = plan_sequences(shapes, merge=True)
     fields: dict[str, Any] = {
         "key": key,
         "sequences": sequences,
@@ -89,10 +94,12 @@ def planned_rows(
     return replace(trajectory_plan(), **fields)
 
 
-def assembled_rows(stored: Sequence[StoredTurn], declared: Sequence[DeclaredColumn]) -> Rows:
+def assembled_rows(
+    stored: Sequence[StoredTurn], declared: Sequence[DeclaredColumn], left_out: Collection[int] = ()
+) -> Rows:
     """The rows of one trajectory with these stored turns and declared columns."""
-    key = TrajectoryKey("g0", 0)
-    group = GroupPlan(group_id="g0", prompt_uid="", trajectories=(planned_rows(key, stored),))
+    plan = planned_rows(TrajectoryKey("g0", 0), stored, left_out=left_out)
+    group = GroupPlan(group_id="g0", prompt_uid="", trajectories=(plan,))
     return assemble_rows([group], StoredTurns.of(stored), first_row_id=0, extra_columns=declared)
 
 

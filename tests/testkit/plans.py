@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from turnstream.batching.config import BatchingConfig, GroupFilter
 from turnstream.batching.merge.plan import (
-    ASSEMBLY_VERSION,
+    PLAIN_ASSEMBLY_VERSION,
     GroupPlan,
     Manifest,
     MiniBatchPlan,
@@ -41,6 +41,7 @@ def shape(
     parent: int = NO_PARENT,
     shared: int = 0,
     trained: int | None = None,
+    is_left_out: bool = False,
 ) -> TurnShape:
     """Lengths of one turn, in tokens; every response token is trained unless said."""
     return TurnShape(
@@ -49,6 +50,7 @@ def shape(
         num_new_prompt_tokens=new_prompt,
         num_response_tokens=response,
         num_trained_tokens=response if trained is None else trained,
+        is_left_out=is_left_out,
     )
 
 
@@ -126,7 +128,7 @@ def manifest(*group_ids: str, run: str = "run", step: int = 1) -> Manifest:
         revision=0,
         lineage="main",
         previous_hash="" if step == 1 else "0" * 64,
-        assembly_version=ASSEMBLY_VERSION,
+        assembly_version=PLAIN_ASSEMBLY_VERSION,
         config_revision=1,
         last_event_id=f"{step}-0",
         groups=groups,

@@ -151,14 +151,15 @@ def read_merge(url: str, run: str, step: int) -> dict[str, Any]:
     """
     batch = read_planned_batch(url, run, step)
     members = [member for group in batch.manifest.groups for member in group.trajectories]
+    left_out = {member.key: member.left_out for member in members}
     with contextlib.closing(PayloadReader(url)) as reader:
         payload = reader.read(members, run=batch.manifest.run)
     return {
         "run": run,
         "step": step,
         "merge": batch.config.merge,
-        **merge_counts(payload),
-        "breaks": [_break(found, payload[found.key]) for found in merge_breaks(payload)],
+        **merge_counts(payload, left_out),
+        "breaks": [_break(found, payload[found.key]) for found in merge_breaks(payload, left_out)],
     }
 
 

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,9 @@ async def test_columns_per_token_are_as_long_as_the_response_for_every_reader(cl
 
 async def test_steps_with_and_without_advantages_of_turns_have_the_same_columns(cluster, tmp_path):
     one, two = (turn("ab", "CD", anchor="s"), turn("abcde", "F", anchor="t"))
-    members = [trajectory(one, sample=0, reward=1.0), trajectory(one, two, sample=1, reward=0.0)]
+    unused = turn("ab", "XYZ", anchor="s", rewards=9.0)  # another answer, which is left out
+    second = replace(trajectory(one, unused, two, sample=1, reward=0.0), siblings="mask")
+    members = [trajectory(one, sample=0, reward=1.0), second]
     tables = []
     for fields in ({}, {"estimator": "gigpo", "turn_discount": 0.0, "divide_by_std": False}):
         run = cluster.create_run(batch_groups=1, **fields)
@@ -116,6 +119,7 @@ async def test_steps_with_and_without_advantages_of_turns_have_the_same_columns(
     whole, by_turn = tables
     assert whole.schema.remove_metadata() == by_turn.schema.remove_metadata()
     assert whole["advantages"].to_pylist() == [None, None]
+    assert [bytes(row) for row in whole["input_ids"].to_pylist()] == [b"abcd", b"abcdef"]
     # From "s" the one earns 1 at once, the other 0.
     assert by_turn["advantages"].to_pylist() == [[1.0, 1.0], [-1.0, -1.0, 0.0, -0.5]]
 

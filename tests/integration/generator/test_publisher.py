@@ -13,7 +13,7 @@ import pytest
 from testkit import group, ids, trajectory, turn
 from testkit.services.stores import RunReader, Store
 from testkit.waiting import entered, finish, wait_until_async
-from turnstream.errors import InvalidTurnError, RejectedError
+from turnstream.errors import ConflictError, InvalidTurnError, RejectedError
 from turnstream.generator import AsyncPublisher, Publisher
 from turnstream.store.client.connection import connect
 from turnstream.types import GroupOpened, SealedTrajectory, Status, TrajectoryKey
@@ -92,6 +92,41 @@ def test_parallel_agents_share_one_numbering(store: Store) -> None:
 
     spelled = store.read(run).spelled(TrajectoryKey("g", 0))
     assert sorted(spelled) == sorted([(prompt, "z") for prompt in prompts] * 5)
+
+
+@pytest.mark.parametrize("kind", [Publisher, AsyncPublisher])
+async def test_call_is_appended_once_also_after_adoption(store: Store, kind: Any) -> None:
+    run, key = store.new_run(), TrajectoryKey("g", 0)
+    calls = {"a": (ids("ab"), ids("c")), "b": (ids("ab"), ids("d")), "c": (ids("abde"), ids("f"))}
+
+    async def append_all(episode: Any, names: str) -> None:
+        receipts = [
+            await finish(partial(episode.append, *calls[name], call_id=name)) for name in names
+        ]
+        for receipt in receipts:
+            await finish(receipt.result)
+        with pytest.raises(ConflictError, match="turn 0 of g/0/0 has the call_id 'a', with"):
+            await finish(partial(episode.append, *calls["b"], call_id="a"))
+
+    async with (
+        entered(kind(store.url, run, writer="w")) as first,
+        entered(kind(store.url, run, writer="w")) as second,
+    ):
+        episode = first.trajectory("g", 0, num_samples=1)
+        assert episode.call_ids == {}
+        await append_all(episode, "abaab")
+        assert episode.call_ids == {"a": 0, "b": 1}
+        adopted = await finish(partial(second.adopt, "g", 0))
+        assert adopted.call_ids == {"a": 0, "b": 1}
+        await append_all(adopted, "bacac")
+        with pytest.raises(InvalidTurnError, match="siblings: turns 0 and 1 have the same prompt"):
+            await finish(partial(adopted.seal, 1.0, siblings="refuse"))
+        await finish(partial(adopted.seal, 1.0, siblings="mask"))
+
+    stored = store.read(run)
+    assert [one.call_id for one in stored.turns(key)] == ["a", "b", "c"]
+    (seal,) = (each for each in stored.events() if isinstance(each, SealedTrajectory))
+    assert [shape.is_left_out for shape in seal.turns] == [True, False, False]
 
 
 def test_seal_takes_the_status_of_the_last_turn(store: Store) -> None:

@@ -53,8 +53,10 @@ def _full_group(group_id: str) -> Group:
     second = turn("abcdef", "Gh", logprobs=-1e-7, weights=0.3, anchor="room", extras=_state(8))
     runs = (VersionRun(3, 1), VersionRun(None, 1))
     branch = replace(turn("abx", "Yz", extras=_state(5)), version_runs=runs)
+    again = replace(turn("ab", "XY", version=9, extras=_state(4)), call_id="call 7")
     rich = replace(
-        trajectory(first, second, branch, reward=0.75, status=Status.TRUNCATED),
+        trajectory(first, again, second, branch, reward=0.75, status=Status.TRUNCATED),
+        siblings="mask",
         reward_components={"format": 0.25, "answer": 1.0},
         sampling={"temperature": 0.7},
         tags={"task": "maze"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,36 @@ def test_repeated_missing_and_changed_turns_change_nothing(
     assert reader.spelled(_KEY) == [("ab", "cd"), ("abcde", "f")]
     assert reader.states() == {"g/0/0": state}
     assert ingest.turn(2, after)["status"] == (201 if state == "open" else 409)
+
+
+@pytest.mark.parametrize("state", ["open", "sealed"])
+def test_call_is_stored_once_whatever_its_index(
+    ingest: IngestClient,
+    reader: RunReader,
+    new_gateway: Callable[..., GatewayThread],
+    state: str,
+) -> None:
+    end = _SEAL if state == "sealed" else {}
+    first, second = (
+        replace(one, call_id=one.prompt_ids.tobytes().hex()) for one in (_FIRST, _SECOND)
+    )
+    ingest.turn(0, first)
+    ingest.turn(1, second, **end)
+    records = reader.records(_KEY)
+
+    with IngestClient(new_gateway(), ingest.run) as other:
+        for client in (ingest, other):
+            again = [client.turn(index, first) for index in (0, 1, 2, 7)]
+            again.append(client.turn(5, second, **end))
+            changed = client.turn(2, replace(turn("ab", "X"), call_id=first.call_id))
+            gap = client.turn(7, replace(_SECOND, call_id="new"))
+
+            assert [each["status"] for each in again] == [201] * 5
+            assert (changed["status"], gap["status"]) == (409, 409)
+            assert f"has the call_id '{first.call_id}', with" in changed["problem"]["detail"]
+        assert reader.records(_KEY) == records
+        after = other.turn(2, turn("abcdefg", "H"))
+    assert after["status"] == (201 if state == "open" else 409)
 
 
 def test_changed_seal_is_a_conflict(ingest: IngestClient) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from simulator.processes import Process
 from simulator.shared_state import URL, SharedState
+from turnstream.batching.merge.left_out import left_out
 from turnstream.errors import (
     EndOfRunError,
     InvalidTurnError,
@@ -19,7 +20,7 @@ from turnstream.errors import (
 from turnstream.generator import AsyncPublisher
 from turnstream.generator.api.trajectory_writers import AsyncTrajectoryWriter
 from turnstream.store.client import keys
-from turnstream.types import Status, TrajectoryKey
+from turnstream.types import Siblings, Status, TrajectoryKey
 
 REWARDS = (0.0, 0.5, 1.0)
 _STATUSES = (*[Status.COMPLETED] * 8, Status.TRUNCATED, Status.ERROR)
@@ -248,6 +249,10 @@ class Generator:
         for _ in range(rng.choice((1, 1, 2, 3))):
             prompt, response = [*tokens, *shared.tokens(1)], shared.tokens(2)
             version = self._history.newest_version
+            if rng.random() < 0.2:  # an answer that is not used
+                await writer.append(
+                    prompt, shared.tokens(2), logprobs=[-1.0, -2.0], policy_version=version
+                )
             receipt = await writer.append(
                 prompt, response, logprobs=[-1.0, -2.0], policy_version=version
             )
@@ -269,7 +274,9 @@ class Generator:
         history, key = self._history, writer.key
         turns = writer._draft._turns if writer._draft else []
         crcs = tuple([turn.payload_crc for turn in turns])
-        history.sealed_crcs.setdefault(key.trajectory_id, set()).add(crcs)
+        siblings: Siblings = self._rng.choice(("train", "mask"))
+        unused = left_out([turn.shape for turn in turns], siblings=siblings)
+        history.sealed_turns.setdefault(key.trajectory_id, set()).add((crcs, unused))
         is_eval = key.group_id.startswith("e") and not self._shared.in_force.reward_deadline_s
         awaits = self._rng.random() < 0.3 and not is_eval  # no run waits for its evaluations
         if awaits:
@@ -279,6 +286,7 @@ class Generator:
             status=self._rng.choice(_STATUSES),
             metrics={"score": self._rng.random()},
             awaits_reward=awaits,
+            siblings=siblings,
         )
         history.acknowledged.add(key.trajectory_id)
 

@@ -31,6 +31,7 @@ ARROW_TYPES: dict[str, pa.DataType] = {
     "rewards": pa.list_(pa.float32()),
     "version_runs": pa.list_(pa.struct({"version": pa.int64(), "num_tokens": pa.int32()})),
     "anchor": pa.string(),
+    "call_id": pa.string(),
     "extras.state": pa.list_(pa.float32()),
     "reward": pa.float64(),
     "reward_components": pa.map_(pa.string(), pa.float64()),
@@ -39,6 +40,7 @@ ARROW_TYPES: dict[str, pa.DataType] = {
     "tags": pa.map_(pa.string(), pa.string()),
     "metrics": pa.map_(pa.string(), pa.float64()),
     "awaits_reward": pa.bool_(),
+    "siblings": pa.string(),
     "turn": pa.int32(),
     "seal": pa.bool_(),
 }
@@ -101,6 +103,8 @@ def turn_fields(turn: Turn) -> dict[str, Any]:
         fields["extras"] = {name: np.asarray(v).tolist() for name, v in turn.extras.items()}
     if turn.anchor is not None:
         fields["anchor"] = turn.anchor
+    if turn.call_id is not None:
+        fields["call_id"] = turn.call_id
     return fields
 
 
@@ -114,6 +118,7 @@ def seal_fields(trajectory: Trajectory) -> dict[str, Any]:
         "tags": dict(trajectory.tags),
         "metrics": dict(trajectory.metrics),
         "awaits_reward": trajectory.awaits_reward,
+        "siblings": trajectory.siblings,
     }
 
 

@@ -6,7 +6,7 @@ Token ids come from a small alphabet, so that contexts repeat, extend and resemb
 from testkit.strategies.extras import declared_columns, with_extras
 from testkit.strategies.plans import configs, events, manifests
 from testkit.strategies.rows import extra_columns, mini_batches, operation_mini_batches, scored_rows
-from testkit.strategies.turns import chains, stored_turns, trees
+from testkit.strategies.turns import chains, forests, stored_turns, trees
 
 __all__ = [
     "chains",
@@ -14,6 +14,7 @@ __all__ = [
     "declared_columns",
     "events",
     "extra_columns",
+    "forests",
     "manifests",
     "mini_batches",
     "operation_mini_batches",

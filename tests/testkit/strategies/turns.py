@@ -122,6 +122,25 @@ def trees(draw: st.DrawFn, max_turns: int = 5) -> tuple[Turn, ...]:
     return _episode(draw, max_turns=max_turns, recall=_some_of_any)
 
 
+@st.composite
+def forests(draw: st.DrawFn, max_turns: int = 6) -> tuple[Turn, ...]:
+    """Trees whose turns often repeat an earlier prompt, and whose responses differ at once.
+
+    Each turn samples a token.
+    """
+    episode: list[Turn] = []
+    for number in range(draw(st.integers(1, max_turns))):
+        before = draw(st.sampled_from(episode)) if episode else None
+        if before is not None and draw(st.booleans()):
+            prompt = before.prompt_ids.tolist()
+        else:
+            known = _some_of_any(draw, episode) if episode else []
+            prompt = [*known, *draw(tokens(max_size=2)).tolist()] or [7]
+        response = [1_000 + number, *draw(st.just([]) | st.just([5]))]
+        episode.append(draw(turns(prompt_ids=prompt, response_ids=response)))
+    return tuple(episode)
+
+
 def _all_of_the_last(draw: st.DrawFn, seen: list[Turn]) -> list[int]:
     return _tokens_of(seen[-1])
 

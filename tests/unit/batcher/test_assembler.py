@@ -12,7 +12,7 @@ import pytest
 import testkit
 from testkit import config, manifest
 from testkit.arrow import read_arrow
-from turnstream.batching.merge.plan import ASSEMBLY_VERSION
+from turnstream.batching.merge.plan import ASSEMBLY_VERSION, PLAIN_ASSEMBLY_VERSION
 from turnstream.errors import StoreUnavailableError, UnknownFormatError
 from turnstream_server.batcher.assembly.assembler import Assembler, SingleFlightCache
 from turnstream_server.batcher.assembly.shares import (
@@ -163,7 +163,7 @@ def test_shares_name_the_aggregation_from_assembly_version_4_on() -> None:
 def test_shares_have_the_totals_of_all_ranks_from_assembly_version_5_on() -> None:
     newest = metadata_of(ASSEMBLY_VERSION)
 
-    assert newest == metadata_of(5)
+    assert newest == metadata_of(PLAIN_ASSEMBLY_VERSION)
     assert metadata_of(4) == {name: each for name, each in newest.items() if name != b"totals"}
     members = [member for group in testkit.manifest().groups for member in group.trajectories]
     totals = json.loads(newest[b"totals"])

@@ -12,7 +12,7 @@ from testkit import config, sealed, shape, turn
 from testkit.planning import plan, ready, rows_of, stored_group
 from turnstream.batching.fold.decisions import ReadyGroup
 from turnstream.batching.layouts.padded import left_padded
-from turnstream.batching.merge.plan import ASSEMBLY_VERSION, SequenceShape
+from turnstream.batching.merge.plan import PLAIN_ASSEMBLY_VERSION, SequenceShape
 from turnstream.batching.planning.plan_batch import num_groups_to_plan
 from turnstream.batching.rows.assemble import concatenate_rows
 from turnstream.errors import BatchingError
@@ -24,7 +24,7 @@ def test_a_manifest_says_which_batch_it_is() -> None:
 
     assert (manifest.run, manifest.step, manifest.revision) == ("run", 3, 1)
     assert (manifest.lineage, manifest.previous_hash) == ("main", "ab")
-    assert (manifest.config_revision, manifest.assembly_version) == (2, ASSEMBLY_VERSION)
+    assert (manifest.config_revision, manifest.assembly_version) == (2, PLAIN_ASSEMBLY_VERSION)
     assert [(group.group_id, group.prompt_uid) for group in manifest.groups] == [("a", "uid")]
     assert [t.status for t in manifest.groups[0].trajectories] == [Status.COMPLETED] * 2
 

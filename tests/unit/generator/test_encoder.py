@@ -10,9 +10,9 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from testkit import assert_same, group, trajectory, turn
-from testkit.strategies import declared_columns, trees, with_extras
+from testkit.strategies import declared_columns, forests, trees, with_extras
 from turnstream.batching.merge.merging import anchor_hash, store_turns
-from turnstream.errors import InvalidTurnError
+from turnstream.errors import ConflictError, InvalidTurnError
 from turnstream.generator.api.work import adopted_turns
 from turnstream.generator.encode import checks, encoder
 from turnstream.generator.encode.encoder import TrajectoryDraft, draft_group
@@ -139,6 +139,64 @@ def test_trained_turn_without_log_probabilities_is_reported() -> None:
 
     assert seal(draft(with_logprobs, turn("ab", "observed"))).has_logprobs
     assert not seal(draft(with_logprobs, turn("abc", "D"))).has_logprobs
+
+
+@given(turns=forests(), data=st.data())
+def test_seal_is_that_of_a_trajectory_without_the_turns_left_out(
+    turns: tuple[Turn, ...], data: st.DataObject
+) -> None:
+    superseded = data.draw(st.sets(st.integers(0, len(turns) - 1)))
+    made = draft(*turns)
+
+    found = seal(made, siblings="mask", superseded=superseded, reward=1.0)
+
+    kept = found.kept_turns
+    others = draft(*[turns[number] for number in kept])
+    expected = seal(others, reward=1.0)
+    fields = ("oldest_version", "newest_version", "has_logprobs")
+    for name in fields:
+        assert getattr(found, name) == getattr(expected, name)
+    for name in ("turn_rewards", "turn_versions"):
+        values = getattr(found, name) and [getattr(found, name)[number] for number in kept]
+        assert [*values] == [*getattr(expected, name)]
+    unused = {*range(len(turns))} - {*kept}
+    assert all(not found.turns[n].num_trained_tokens and not found.turn_rewards[n] for n in unused)
+    assert found.num_payload_bytes == seal(draft(*turns)).num_payload_bytes
+    drafted = made.seal(**{**NO_FIELDS, "siblings": "mask", "superseded": superseded})
+    assert drafted.merged_tokens == others.merged_tokens
+    assert encode_event(replace(found, reward=None)) == drafted.make(1)
+    assert seal(made).turns == tuple(one.shape for one in store_turns(turns))  # unchanged by it
+
+
+def test_turn_of_a_known_call_is_recognised_also_after_adoption() -> None:
+    first, second = (replace(turn(p, "C"), call_id=p) for p in ("ab", "abcd"))
+    made = TrajectoryDraft(KEY)
+    records = [made.add(first).record, made.add_last(second).record]
+    resumed = resume(records)
+
+    for known in (made, resumed):
+        assert dict(known.call_ids) == {"ab": 0, "abcd": 1}
+        assert known.is_repeated(replace(first, logprobs=None))
+        assert known.is_repeated(second)
+        assert not known.is_repeated(turn("ab", "C"))
+        assert not known.is_repeated(replace(first, call_id="other"))
+        for wrong in (turn("ab", "D"), turn("a", "BC"), turn("abC", "")):
+            with pytest.raises(ConflictError, match="turn 0 of g/0/0 has the call_id 'ab'"):
+                known.is_repeated(replace(wrong, call_id="ab"))
+    whole = draft_group(group("g", trajectory(first, second, first))).trajectories[0]
+    assert [made.record for made in whole.turns] == records
+
+
+@pytest.mark.parametrize("call_id", ["", "a" * 65, "naïve", "a\n", b"a", 7])
+def test_call_id_is_a_short_printable_text(call_id: Any) -> None:
+    with pytest.raises(InvalidTurnError, match=r"call_id: .* is not a text of 1 to 64 printable"):
+        checks.checked_turn([1], [2], call_id=call_id)
+    assert checks.checked_turn([1], [2], call_id="~ " * 32).call_id == "~ " * 32
+
+
+def test_siblings_is_one_of_three_words() -> None:
+    with pytest.raises(InvalidTurnError, match="siblings: 'drop' is none of 'train', 'mask', 'ref"):
+        seal(draft(turn("ab", "C")), siblings="drop")
 
 
 def test_a_trajectory_without_turns_cannot_be_sealed() -> None:

@@ -43,7 +43,9 @@ KINDS = {
         encode_turn(stored_turn("abc", "DeF", logprobs=-0.5, weights=0.5, version=1)),
     ),
     "event": Kind(
-        encoding.EVENT, decode_event, encode_event(sealed(turns=[shape(2, 3), shape(1, 1)]))
+        encoding.EVENT,
+        decode_event,
+        encode_event(sealed(turns=[shape(2, 3), shape(0, 1, trained=0, is_left_out=True)])),
     ),
     "manifest": Kind(encoding.MANIFEST, decode_manifest, encode_manifest(manifest("g0", "g1"))),
     "compact": Kind(encoding.COMPACT, compact.decode_batch, BATCH),

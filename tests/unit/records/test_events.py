@@ -83,6 +83,20 @@ def test_unknown_text_is_of_a_newer_release_except_a_status(event: Event, field:
         decode_event(write_frame(EVENT, message.SerializeToString()))
 
 
+LEFT_OUT = shape(2, 3, trained=0, is_left_out=True)
+
+
+def test_version_of_an_event_says_whether_it_leaves_turns_out() -> None:
+    plain = encode_event(sealed(turns=[shape(2, 3)]))
+    shorter = encode_event(sealed(turns=[LEFT_OUT, shape(2, 3, parent=0, shared=2)]))
+
+    assert (plain[3], shorter[3]) == (0, 1)
+    for record in (plain, shorter, encode_event(RunClosed())):
+        header = read_header(record, kind=EVENT)
+        with pytest.raises(CorruptRecordError, match=r"of version [01]"):
+            decode_event(write_frame(EVENT, header, version=1 - record[3]))
+
+
 @pytest.mark.parametrize(
     ("reason", "event"),
     [
@@ -97,6 +111,16 @@ def test_unknown_text_is_of_a_newer_release_except_a_status(event: Event, field:
             sealed(turns=[shape(2, 3)], turn_versions=[[(1, 1), (2, 1)]]),
         ),
         ("has 10001 turns, more than 10000", sealed(turns=[shape(1, 1)] * 10_001)),
+        ("of version 1 leaves out 1 of its 1 turns", sealed(turns=[LEFT_OUT])),
+        ("left out, and has 1 trained", sealed(turns=[shape(2, 3), shape(1, 1, is_left_out=True)])),
+        (
+            "left out, and has 0 trained tokens and the reward 0.5",
+            sealed(turns=[LEFT_OUT, shape(2, 3)], turn_rewards=[0.5, 0.0]),
+        ),
+        (
+            "turn 1 of a seal continues turn 0, which is left out",
+            sealed(turns=[LEFT_OUT, shape(2, 3, parent=0, shared=3)]),
+        ),
         ("no group has this name", replace(sealed(), key=TrajectoryKey("", 0))),
         ("attempt 2147483648 .* is not in", replace(sealed(), key=TrajectoryKey("g", 0, 2**31))),
         (

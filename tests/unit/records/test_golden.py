@@ -97,6 +97,15 @@ EVENTS: dict[str, Event] = {
         turns=[shape(2, 3), shape(1, 2, parent=0, shared=5, trained=1)],
         turn_versions=[[(None, 1), (7, 2)], [(8, 1)]],
     ),
+    "trajectory_with_a_turn_left_out": sealed(
+        "g0",
+        turns=[
+            shape(2, 3),
+            shape(0, 2, parent=0, shared=2, trained=0, is_left_out=True),
+            shape(1, 2, parent=0, shared=5),
+        ],
+        turn_versions=[[(7, 3)], [], [(8, 2)]],
+    ),
     "trajectory_of_two_states": sealed(
         "g0",
         turns=[shape(2, 3), shape(1, 2, parent=0, shared=5), shape(4, 1)],
@@ -162,6 +171,7 @@ def assert_golden(name: str, actual: bytes) -> None:
     ("name", "turn"),
     [
         ("turn", golden_turn()),
+        ("turn_with_a_call_id", replace(stored_turn("ab", "C"), call_id="chatcmpl-7")),
         ("turn_with_an_anchor", replace(stored_turn("ab", "C"), anchor=0xCE7E7C3D821BD771)),
         (
             "turn_with_weights",
@@ -199,9 +209,10 @@ def test_manifest_has_the_bytes_of_format_0(name: str, plan: Manifest):
 
 
 @pytest.mark.parametrize("name", EVENTS)
-def test_event_has_the_bytes_of_format_0(name: str):
+def test_event_has_the_bytes_of_its_format(name: str):
     record = encode_event(EVENTS[name])
 
+    assert record[3] == (name == "trajectory_with_a_turn_left_out")
     assert_golden(f"{name}.hex", record)
     assert decode_event(record) == EVENTS[name]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from testkit import config, sealed
+from testkit import config, sealed, shape
 from testkit.runs.folds import abandoned, awaiting, key, opened, snapshot_of
 from turnstream.batching.fold.readiness import RunFold
 from turnstream.errors import RecordError
@@ -50,6 +50,22 @@ def golden_snapshot() -> PlannerSnapshot:
     )
 
 
+def test_snapshot_with_a_turn_left_out_has_a_format_of_its_own() -> None:
+    unused = shape(2, 3, trained=0, is_left_out=True)
+    fold = RunFold(config(2))
+    fold.apply("0-0", opened(2, group_id="a"))
+    fold.apply("1-0", sealed("a", turns=[unused, shape(2, 3, parent=0, shared=2)]))
+    snapshot = replace(golden_snapshot(), fold=fold.state)
+
+    record = encode_snapshot(snapshot)
+
+    assert decode_snapshot(record) == snapshot
+    assert content_of(record)["format"] == 4
+    plain = encode_snapshot(golden_snapshot())
+    assert content_of(plain)["format"] == 3
+    assert "is_left_out" not in json.dumps(content_of(plain))
+
+
 def content_of(record: bytes) -> dict[str, Any]:
     return json.loads(zlib.decompress(read_header(record, kind=SNAPSHOT)))
 
@@ -78,8 +94,8 @@ def test_snapshot_has_the_names_and_content_of_format_3() -> None:
 @pytest.mark.parametrize(
     ("other", "named"),
     [
-        ({"format": 2}, "older .*format 2; this one reads format 3"),
-        ({"format": 4}, "newer .*format 4; this one reads up to 3"),
+        ({"format": 2}, "older .*format 2; this one reads format 4"),
+        ({"format": 5}, "newer .*format 5; this one reads up to 4"),
         ({"planner": 3}, "no snapshot of a planner: TypeError"),
         ({"planner": {"step": 1}}, "no snapshot of a planner: KeyError"),
     ],

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from turnstream.batching.merge.plan import ASSEMBLY_VERSION
+from turnstream.batching.merge.plan import PLAIN_ASSEMBLY_VERSION
 from turnstream.batching.packing.microbatch import Budget
 from turnstream.batching.rows.minibatch import cut_ranks, rank_passes, take_share
 from turnstream.batching.rows.operations import (
@@ -138,7 +138,7 @@ def _info(operations: OperationPasses, share: Rows, *, index: int, dp_rank: int)
         mini_batch=index,
         num_mini_batches=len(operations.passes),
         manifest_hash="",
-        assembly_version=ASSEMBLY_VERSION,
+        assembly_version=PLAIN_ASSEMBLY_VERSION,
         config_revision=0,
         pad_token_id=_PAD_TOKEN_ID,
         width=width,

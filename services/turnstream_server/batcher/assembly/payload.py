@@ -130,7 +130,7 @@ def _decode(records: Sequence[bytes], *, plan: TrajectoryPlan) -> list[StoredTur
     for turn in turns:
         _check_values(turn)
     if plan.has_logprobs:
-        for turn in turns:
+        for turn in [turns[index] for row in plan.sequences for index in row.turns]:
             if turn.logprobs is None and turn.shape.num_trained_tokens:
                 raise CorruptRecordError(f"turn {turn.index} lacks the logprobs that were sealed")
     return turns

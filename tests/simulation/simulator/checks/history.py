@@ -23,6 +23,7 @@ class History:
     """Facts of one run.
 
     Attributes:
+        sealed_turns: trajectory id -> checksums of its turns, and the turns that are left out.
         writers: trajectory id -> the processes that wrote to it, or asked to.
         rewarded: trajectory -> time and value of an acknowledged reward.
         groups: name, samples and needed members of groups that several generators write.
@@ -33,7 +34,9 @@ class History:
         mixed: refusals that no caller may get.
     """
 
-    sealed_crcs: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
+    sealed_turns: dict[str, set[tuple[tuple[int, ...], frozenset[int]]]] = field(
+        default_factory=dict
+    )
     acknowledged: set[str] = field(default_factory=set)
     writers: dict[str, set[str]] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)

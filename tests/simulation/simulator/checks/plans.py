@@ -50,9 +50,13 @@ def _group_holds(writes: RunWrites, manifest: Manifest, group: GroupPlan) -> Vio
             yield f"I4: {name} ended with an error, and is planned"
         if writes.step_of.setdefault(name, manifest.step) != manifest.step:
             yield f"I2: {name} is in step {writes.step_of[name]} and {manifest.step}"
-        attempted = writes.shared.history.sealed_crcs.get(name, set())
-        if member.payload_crcs not in attempted:
-            yield f"{name} is planned with turns that nobody sealed"
+        attempted = writes.shared.history.sealed_turns.get(name, set())
+        unused = frozenset(member.left_out)
+        if (member.payload_crcs, unused) not in attempted:
+            yield f"{name} is planned without {sorted(unused)}, as nobody sealed it"
+        rows = [turn for row in member.sequences for turn in row.turns]
+        if len(rows) + len(unused) != len(member.payload_crcs):
+            yield f"I2: {name} has a turn in two of its rows"
         expected = _advantage(member, compared, config) if member in compared else 0.0
         if not math.isclose(member.advantage, expected, abs_tol=1e-6):
             yield f"I4: {name} has the advantage {member.advantage}, not {expected}"

@@ -9,8 +9,8 @@ The frame is::
     2       1      kind: b"T" turn, b"E" event, b"M" manifest, b"C" compact record, b"S" snapshot,
                    b"U" compact record of ends, b"V" result of an evaluation; b"L" was a file of
                    compact records that earlier releases wrote
-    3       1      major version of this kind: 1 of C and U, and of T with token weights; 0 of
-                   the others
+    3       1      major version of this kind: 1 of C and U, of T with token weights, and of E
+                   with turns that are left out; 0 of the others
     4       4      length of the header, unsigned, little-endian
     8       h      header: a protobuf message; of C, U, S and V, packed columns or JSON
     8 + h   p      zeros, so that the body begins at a multiple of 8
@@ -59,6 +59,9 @@ COMPACT_VERSION: Final = 1
 WEIGHTED_VERSION: Final = 1
 """Version of turns with token weights: an older release would train them without."""
 
+LEFT_OUT_VERSION: Final = 1
+"""Version of seals with turns that are left out: an older release would train these turns."""
+
 TURN: Final = b"T"
 EVENT: Final = b"E"
 MANIFEST: Final = b"M"
@@ -77,7 +80,7 @@ _NAMES: Final = {
     EVALUATION: "evaluation",
 }
 _VERSIONS: Final = {COMPACT: COMPACT_VERSION, ENDS: COMPACT_VERSION}
-_NEWEST: Final = {**_VERSIONS, TURN: WEIGHTED_VERSION}
+_NEWEST: Final = {**_VERSIONS, TURN: WEIGHTED_VERSION, EVENT: LEFT_OUT_VERSION}
 _PREFIX: Final = struct.Struct("<2s1sBI")
 _FORMAT_AND_SIZE: Final = struct.Struct("<4sI")
 """The prefix with magic, kind and version in one piece."""
@@ -166,12 +169,17 @@ def check_format(record: str, found: object, *, newest: int, oldest: int = 0) ->
 
 def read_header(record: bytes, *, kind: bytes) -> bytes:
     """Return the header of a record without arrays, checked as in `read_frame`."""
+    return read_bodiless(record, kind=kind).header
+
+
+def read_bodiless(record: bytes, *, kind: bytes) -> Frame:
+    """Return the frame of a record without arrays, checked as in `read_frame`."""
     frame = read_frame(record, kind=kind)
     if frame.body_start != frame.body_stop:
         raise CorruptRecordError(
             f"{frame.body_stop - frame.body_start} stray bytes in a {_NAMES[kind]} record"
         )
-    return frame.header
+    return frame
 
 
 _Value = TypeVar("_Value")
@@ -208,6 +216,10 @@ def parse_message(kind: type[_Message], data: bytes) -> _Message:
         return kind.FromString(data)
     except DecodeError as error:
         raise CorruptRecordError(f"no {kind.__name__} in {len(data)} bytes: {error}") from error
+
+
+_ADDED: Final = {"is_left_out": False}
+"""Fields that JSON values of earlier releases lack; they are missing where they have this value."""
 
 
 def to_message(value: object) -> Any:
@@ -270,11 +282,15 @@ def _writer_of_fields(kind: type[Any], *, as_message: bool) -> _Convert:
     writers = [(name, _writer(hints[name], as_message=as_message)) for name in names]
     nested = [(name, write) for name, write in writers if write is not _same]
     make: Any = getattr(wire, kind.__name__) if as_message else dict
+    added = [] if as_message else [name for name in names if name in _ADDED]
 
     def write(value: Any) -> Any:
         parts = {name: getattr(value, name) for name in names}
         for name, write_part in nested:
             parts[name] = write_part(parts[name])
+        for name in added:
+            if parts[name] == _ADDED[name]:
+                del parts[name]
         return make(**parts)
 
     return write
@@ -321,10 +337,12 @@ def _reader_of_fields(kind: type[Any]) -> _Convert:
         (name, _reader(hints[name]), NoneType in get_args(hints[name]))
         for name in field_names(kind)
     ]
+    missing = {name: _ADDED[name] for name, *_ in parts if name in _ADDED}
 
     def read(stored: Any) -> Any:
         if not isinstance(stored, Message):
-            return kind(**{name: read(stored[name]) for name, read, _ in parts})
+            given = {**missing, **stored} if missing else stored
+            return kind(**{name: read(given[name]) for name, read, _ in parts})
         values = {
             name: read(getattr(stored, name))
             for name, read, may_be_none in parts

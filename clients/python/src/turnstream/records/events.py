@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar, cast, get_args
 
+from turnstream.batching.merge.left_out import continued_turns
 from turnstream.errors import CorruptRecordError, UnknownFormatError
 from turnstream.records.encoding import (
     EVENT,
+    LEFT_OUT_VERSION,
     MAJOR_VERSION,
     parse_message,
-    read_header,
+    read_bodiless,
     read_value,
     reading,
     to_message,
@@ -82,20 +84,23 @@ def encode_event(event: Event) -> bytes:
     return _record_of(wire.Event(**{_NAMES[type(event)]: to_message(event)}))
 
 
-def _record_of(message: wire.Event) -> bytes:
+def _record_of(message: wire.Event, version: int = MAJOR_VERSION) -> bytes:
     # Maps have no order of their own, and a repeated seal must have the same bytes.
-    return write_frame(EVENT, message.SerializeToString(deterministic=True))
+    return write_frame(EVENT, message.SerializeToString(deterministic=True), version=version)
 
 
 def decode_event(record: bytes) -> Event:
     """Return the event of a record."""
-    message = parse_message(wire.Event, read_header(record, kind=EVENT))
+    frame = read_bodiless(record, kind=EVENT)
+    message = parse_message(wire.Event, frame.header)
     name = message.WhichOneof("event")
     if name is None:
         raise UnknownFormatError("event", MAJOR_VERSION, MAJOR_VERSION, "an unknown kind")
     kind = _KINDS[name]
     if kind is SealedTrajectory:
-        return _decode_seal(message.trajectory_sealed)
+        return _decode_seal(message.trajectory_sealed, frame.version)
+    if frame.version != MAJOR_VERSION:
+        raise CorruptRecordError(f"a {name} event of version {frame.version}")
     with reading(f"the values of a {name} event"):
         event = read_value(kind, getattr(message, name))
     _check_event(event)
@@ -119,6 +124,8 @@ def seal_writer(
 
     `fields` are the other fields of SealedTrajectory.
     """
+    turns = [*turns]
+    version = LEFT_OUT_VERSION if any(turn[0].is_left_out for turn in turns) else MAJOR_VERSION
     sealed: dict[str, Any] = {
         **fields,  # an empty map costs a microsecond, None nothing
         "key": {"group_id": key.group_id, "sample": key.sample, "attempt": key.attempt},
@@ -135,6 +142,7 @@ def seal_writer(
                 if has_versions
                 else None,
                 "anchor": anchor,
+                "is_left_out": shape.is_left_out or None,
             }
             for shape, reward, crc, versions, anchor in turns
         ],
@@ -143,7 +151,7 @@ def seal_writer(
 
     def write(epoch: int) -> bytes:
         message.trajectory_sealed.lease_epoch = epoch
-        return _record_of(message)
+        return _record_of(message, version)
 
     return write
 
@@ -162,12 +170,13 @@ def _seal_writer_of(event: SealedTrajectory) -> Callable[[int], bytes]:
     )
 
 
-def _decode_seal(message: wire.TrajectorySealed) -> SealedTrajectory:
+def _decode_seal(message: wire.TrajectorySealed, version: int) -> SealedTrajectory:
     if len(message.turns) > MAX_TURNS:
         raise CorruptRecordError(f"a seal has {len(message.turns)} turns, more than {MAX_TURNS}")
     turns = [*message.turns]
     shapes = [TurnShape(*_shape_values(turn)) for turn in turns]
     _check_shapes(shapes)
+    _check_left_out(shapes, turns, version)
     versions = [_decode_versions(runs) if (runs := turn.trained_versions) else () for turn in turns]
     anchors = [turn.anchor if turn.HasField("anchor") else None for turn in turns]
     status = _STATUSES.get(message.status)
@@ -228,7 +237,7 @@ def _check_versions(
 def _check_shapes(shapes: list[TurnShape]) -> None:
     totals: list[int] = []
     for index, shape in enumerate(shapes):
-        parent, shared, num_new, num_response, num_trained = shape
+        parent, shared, num_new, num_response, num_trained, _ = shape
         if not NO_PARENT <= parent < index:
             raise CorruptRecordError(f"turn {index} of a seal has the parent {parent}")
         num_shareable = 0 if parent == NO_PARENT else totals[parent]
@@ -246,6 +255,27 @@ def _check_shapes(shapes: list[TurnShape]) -> None:
                 f"turn {index} of a seal has {num_tokens} tokens, more than {MAX_TURN_TOKENS}"
             )
         totals.append(num_tokens)
+
+
+def _check_left_out(shapes: list[TurnShape], turns: list[wire.TurnShape], version: int) -> None:
+    """Check that turns that are left out train nothing, and that no other turn continues them."""
+    unused = [index for index, shape in enumerate(shapes) if shape.is_left_out]
+    if (len(unused) > 0) != (version == LEFT_OUT_VERSION) or 0 < len(shapes) == len(unused):
+        raise CorruptRecordError(
+            f"a seal of version {version} leaves out {len(unused)} of its {len(shapes)} turns"
+        )
+    for index in unused:
+        if shapes[index].num_trained_tokens or turns[index].reward:
+            raise CorruptRecordError(
+                f"turn {index} of a seal is left out, and has {shapes[index].num_trained_tokens} "
+                f"trained tokens and the reward {turns[index].reward}"
+            )
+    continuing = continued_turns(shapes) if unused else {}
+    if wrong := continuing.keys() & {*unused}:
+        index = min(wrong)
+        raise CorruptRecordError(
+            f"turn {continuing[index]} of a seal continues turn {index}, which is left out"
+        )
 
 
 def _check_event(event: Event) -> None:

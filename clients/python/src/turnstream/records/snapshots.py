@@ -25,6 +25,9 @@ from turnstream.records.encoding import (
 FORMAT: Final = 3
 """Format of the JSON; grows whenever an older release would misread it."""
 
+LEFT_OUT_FORMAT: Final = 4
+"""Format of a snapshot with turns that are left out."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSnapshot:
@@ -52,8 +55,10 @@ class PlannerSnapshot:
 
 def encode_snapshot(snapshot: PlannerSnapshot) -> bytes:
     """Return the record of a snapshot."""
-    content = {"format": FORMAT, "planner": to_plain(snapshot)}
-    text = json.dumps(content, separators=(",", ":"))
+    text = json.dumps(to_plain(snapshot), separators=(",", ":"))
+    # The quotes of a text inside JSON are escaped, so this is the field.
+    number = LEFT_OUT_FORMAT if '"is_left_out":true' in text else FORMAT
+    text = f'{{"format":{number},"planner":{text}}}'
     return write_frame(SNAPSHOT, zlib.compress(text.encode(), 1))
 
 
@@ -62,5 +67,5 @@ def decode_snapshot(record: bytes) -> PlannerSnapshot:
     header = read_header(record, kind=SNAPSHOT)
     with reading("no snapshot of a planner"):
         content: Any = json.loads(zlib.decompress(header))
-        check_format("snapshot", content["format"], newest=FORMAT, oldest=FORMAT)
+        check_format("snapshot", content["format"], newest=LEFT_OUT_FORMAT, oldest=FORMAT)
         return read_value(PlannerSnapshot, content["planner"])

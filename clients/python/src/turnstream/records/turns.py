@@ -33,6 +33,7 @@ from turnstream.records.encoding import (
 )
 from turnstream.types import NO_PARENT, ExtraPiece, StoredTurn, Turn, TurnShape, VersionRun
 from turnstream.types.extras import EXTRA_DTYPES
+from turnstream.types.names import call_id_trouble
 from turnstream.types.turns import TurnValues, turn_values
 from turnstream.wire.v1 import records_pb2 as wire
 
@@ -93,7 +94,8 @@ def encode_checked(
     Args:
         index: position in the trajectory, from 0.
         shape: the lengths of the turn.
-        turn: has the log-probabilities, rewards, weights, mask and versions of the response.
+        turn: has the log-probabilities, rewards, weights, mask and versions of the response, and
+            the id of its call.
         tokens: joined, the new tokens of the prompt and those of the response.
         extras: own values of the extra columns.
         anchor: hash of the state at the beginning of the turn.
@@ -129,6 +131,8 @@ def encode_checked(
         header.append(_one_run(*runs[0]) if len(runs) == 1 else _runs(runs))
     if anchor is not None:
         header.append(wire.TurnHeader(anchor=anchor).SerializeToString())
+    if turn.call_id is not None:
+        header.append(wire.TurnHeader(call_id=turn.call_id).SerializeToString())
     return write_frame(TURN, b"".join(header), arrays, version=version)
 
 
@@ -198,6 +202,7 @@ def _turn(record: bytes, frame: Frame) -> StoredTurn:
         version_runs=tuple(map(_version_run, header.version_runs)),
         payload_crc=frame.crc,
         anchor=header.anchor if header.HasField("anchor") else None,
+        call_id=header.call_id or None,
         **columns,
         extras=extras,
     )
@@ -340,6 +345,8 @@ def _contradiction_of_lengths(turn: StoredTurn) -> tuple[str, str] | None:
 
 
 def _contradiction_of_values(turn: StoredTurn) -> tuple[str, str] | None:
+    if turn.call_id is not None and (trouble := call_id_trouble(turn.call_id)):
+        return "call_id", trouble
     if turn.loss_mask is not None and turn.loss_mask.max(initial=0) > 1:
         return "loss_mask", f"{turn.loss_mask.max()} is neither 0 nor 1"
     if turn.token_weights is not None:

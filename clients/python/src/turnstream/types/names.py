@@ -222,6 +222,23 @@ def checked_text(text: object, *, field: str) -> str:
     return str(text)
 
 
+MAX_CALL_ID_LENGTH = 64
+
+
+def call_id_trouble(call_id: object) -> str:
+    """Return why this is no id of a model call; empty if it is one.
+
+    >>> call_id_trouble("chatcmpl-7"), call_id_trouble("naïve")
+    ('', "'naïve' is not a text of 1 to 64 printable ASCII characters")
+    """
+    text = call_id if isinstance(call_id, str) else ""
+    if 1 <= len(text) <= MAX_CALL_ID_LENGTH and text.isascii() and text.isprintable():
+        return ""
+    return (
+        f"{quoted(call_id)} is not a text of 1 to {MAX_CALL_ID_LENGTH} printable ASCII characters"
+    )
+
+
 def checked_setting(text: object, *, field: str) -> str:
     """Return a text of a run or a session; InvalidConfigError if it is no UTF-8."""
     if trouble := text_trouble(text):

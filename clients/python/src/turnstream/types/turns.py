@@ -10,7 +10,7 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from turnstream.types.names import encode_name
 Anchor = str | bytes | int
 """Name of the state at the beginning of a turn: a text or bytes, stored as 64 bits of a hash, or
 such a hash, from 0 to 2^64 - 1 (`turnstream.batching.merge.merging`)."""
+
+Siblings = Literal["train", "mask", "refuse"]
+"""Treatment of a turn without continuation whose prompt has another answer that was continued."""
 
 NO_PARENT = -1
 """`parent_turn` of a turn whose prompt shares no token with an earlier turn."""
@@ -109,6 +112,7 @@ class Turn:
         extras: values of the run's extra columns for the whole turn, keyed by column; see
             `turnstream.types.extras`.
         anchor: state of the environment at the beginning of the turn; None if unknown.
+        call_id: the caller's name of the model call; a trajectory has one turn of each name.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -120,6 +124,7 @@ class Turn:
     version_runs: tuple[VersionRun, ...] = ()
     extras: Mapping[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
     anchor: Anchor | None = None
+    call_id: str | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)  # a frozen one takes three times as long to make
@@ -136,6 +141,7 @@ class StoredTurn:
         payload_crc: CRC-32 of the record, its header and arrays; 0 before it is encoded.
         extras: own values of the extra columns without those of the parent, sorted.
         anchor: hash of the state at the beginning of the turn, 64 bits; None if unknown.
+        call_id: as in Turn.
     """
 
     index: int
@@ -151,6 +157,7 @@ class StoredTurn:
     payload_crc: int = 0
     extras: Mapping[str, ExtraPiece] = field(default_factory=dict[str, ExtraPiece])
     anchor: int | None = None
+    call_id: str | None = None
 
     @property
     def new_prompt_ids(self) -> NDArray[np.int32]:
@@ -218,13 +225,18 @@ turn_values: abc.Callable[[StoredTurn], TurnValues] = operator.attrgetter(*Store
 
 
 class TurnShape(NamedTuple):
-    """Lengths of one stored turn, in tokens, for the plan."""
+    """Lengths of one stored turn, in tokens, for the plan.
+
+    A turn that is left out is in no row: its prompt was asked again, and another answer was
+    continued. Later turns may share its prompt, and not its response.
+    """
 
     parent_turn: int
     shared_tokens: int
     num_new_prompt_tokens: int
     num_response_tokens: int
     num_trained_tokens: int
+    is_left_out: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -294,6 +306,11 @@ class SealedTrajectory:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     awaits_reward: bool = False
 
+    @property
+    def kept_turns(self) -> abc.Sequence[int]:
+        """The indexes of the turns that are not left out."""
+        return [index for index, turn in enumerate(self.turns) if not turn.is_left_out]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory:
@@ -304,6 +321,7 @@ class Trajectory:
         sample: index inside the group, from 0.
         reward: outcome reward; None where `reward_components` or the turns carry it.
         awaits_reward: the reward, or some of its components, will be posted later.
+        siblings: as in `TrajectoryWriter.seal`.
     """
 
     turns: abc.Sequence[Turn]
@@ -316,6 +334,7 @@ class Trajectory:
     tags: Mapping[str, str] = field(default_factory=dict[str, str])
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     awaits_reward: bool = False
+    siblings: Siblings = "train"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

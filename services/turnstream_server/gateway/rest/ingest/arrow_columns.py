@@ -88,6 +88,7 @@ _SCALARS_OF_TURNS: Final[dict[str, Kind]] = {
     "policy_version": _INTEGER,
     "version_runs": _RUNS,
     "anchor": _ANCHOR,
+    "call_id": _TEXT,
     "allow_empty": _FLAG,
 }
 _OF_MEMBERS: Final[dict[str, Kind]] = {"group_id": _TEXT, "sample": _INTEGER, "attempt": _INTEGER}
@@ -105,6 +106,7 @@ OF_SEALS: Final[dict[str, Kind]] = {
     "tags": _TEXTS,
     "metrics": _NUMBERS,
     "awaits_reward": _FLAG,
+    "siblings": _TEXT,
 }
 COLUMNS: Final[Mapping[str, Kind]] = {
     **_OF_MEMBERS,

@@ -256,6 +256,8 @@ class Delivery:
             return num_turns
         if writer is not None:
             _check_size(write, writer)
+        declared = await self.run_writer.columns()
+        write = stored.without_repeated(write, declared)
         if write.first is not None and write.first > num_turns:
             if writer is None:
                 raise stored.ended(f"turn {write.first}")
@@ -263,7 +265,6 @@ class Delivery:
                 f"turn {write.first} of {write.key.readable_name} does not follow: the next turn "
                 f"is turn {num_turns}"
             )
-        declared = await self.run_writer.columns()
         num_known = stored.check_same(write, declared)
         if writer is not None:
             if (receipt := await _sent(writer, write, num_known=num_known)) is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import array
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Any, Final, cast, get_args
 
 import numpy as np
 from pydantic import (
@@ -27,7 +27,7 @@ from pydantic_core import PydanticCustomError
 
 from turnstream.errors import InvalidTurnError
 from turnstream.generator.encode.group_checks import require_turns
-from turnstream.types import Purpose, Status
+from turnstream.types import Purpose, Siblings, Status
 from turnstream.types.names import quoted
 from turnstream_server.gateway.rest.bodies import MAX_TURNS, MAX_WRITES, Part, parse_body
 from turnstream_server.gateway.rest.ingest.writes import (
@@ -130,6 +130,11 @@ class TurnFields(Part):
     anchor: StrictStr | StrictInt | None = Field(
         None, description="State of the environment when the turn began."
     )
+    call_id: StrictStr | None = Field(
+        None,
+        description="Name of the model call, 1 to 64 printable ASCII characters. A turn whose name "
+        "is stored is not stored again, whatever its index.",
+    )
     allow_empty: StrictBool = Field(False, description="Accept a response without tokens.")
 
 
@@ -147,6 +152,12 @@ class SealFields(Part):
     tags: _Texts = Field(None, description="Labels, at most 64.")
     metrics: _Numbers = Field(None, description="Finite numbers, at most 64.")
     awaits_reward: StrictBool = Field(False, description="The reward will be posted later.")
+    siblings: StrictStr = Field(
+        "train",
+        description="Treatment of a turn that no later prompt continues, while another turn with "
+        "the same prompt is continued: it is trained, left out of the rows, or refused.",
+        json_schema_extra={"enum": [*get_args(Siblings)]},
+    )
 
 
 class AbandonFields(Part):

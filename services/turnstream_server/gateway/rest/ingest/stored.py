@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import redis.asyncio
@@ -73,6 +74,19 @@ class StoredTrajectory(NamedTuple):
         after = f"after {len(self.turns)} turns"
         return ConflictError(f"{name} is already {self.state} {after}: {what} cannot follow")
 
+    def without_repeated(self, write: Write, declared: Sequence[DeclaredColumn]) -> Write:
+        """Return the write without its first turns whose call ids are stored, at any index.
+
+        ConflictError if such a turn is stored with another prompt or response.
+        """
+        if not (write.turns and write.turns[0].turn.call_id):
+            return write
+        draft = self._draft(len(self.turns), declared)
+        first, turns = write.first, [*write.turns]
+        while turns and draft.is_repeated(turns[0].turn):
+            first = draft.call_ids[turns.pop(0).turn.call_id or ""] + 1
+        return replace(write, first=first, turns=turns)
+
     def check_same(self, write: Write, declared: Sequence[DeclaredColumn]) -> int:
         """Return how many turns of a write are stored; ConflictError for another content.
 
@@ -99,7 +113,7 @@ class StoredTrajectory(NamedTuple):
         if write.seal is None:
             if write.abandon_reason is not None:
                 raise self.ended("its abandonment")
-            if not write.turns:
+            if write.first is None:
                 raise self.ended("a renewal of its lease")
             return
         if self.seal is None:

@@ -7,7 +7,7 @@ missing, has its default.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -26,6 +26,7 @@ from turnstream.generator.encode.group_checks import (
     checked_metrics,
     checked_opening,
     checked_reward,
+    checked_siblings,
     checked_status,
     checked_tags,
 )
@@ -33,6 +34,7 @@ from turnstream.types import (
     DeclaredColumn,
     GroupOpened,
     Purpose,
+    Siblings,
     Status,
     TrajectoryKey,
     Turn,
@@ -52,7 +54,7 @@ _DROPPED: Final = "the gateway has dropped it: its client was silent, or too man
 
 _OF_TURNS: Final = (
     *("prompt_ids", "response_ids", "logprobs", "loss_mask", "token_weights", "rewards"),
-    *("reward", "policy_version", "anchor"),
+    *("reward", "policy_version", "anchor", "call_id"),
 )
 
 
@@ -75,7 +77,10 @@ class WrittenTurn(NamedTuple):
 
 
 class Seal(NamedTuple):
-    """The end of a finished trajectory. The attributes are those of `TrajectoryWriter.seal`."""
+    """The end of a finished trajectory. The attributes are those of `TrajectoryWriter.seal`.
+
+    `superseded` are indexes of turns, as in `left_out`; no request has them.
+    """
 
     reward: float | None = None
     reward_components: Mapping[str, float] | None = None
@@ -84,6 +89,8 @@ class Seal(NamedTuple):
     tags: Mapping[str, str] | None = None
     metrics: Mapping[str, float] | None = None
     awaits_reward: bool = False
+    siblings: Siblings = "train"
+    superseded: Collection[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -151,16 +158,18 @@ class IngestWriter(AsyncTrajectoryWriter):
     async def add(self, written: WrittenTurn, *, is_last: bool = False) -> AsyncReceipt:
         """Send the next turn; return its receipt. The tokens of the last turn are not kept.
 
+        A turn with the call id of an earlier one is not sent, and its receipt is that of this turn.
         Raises the error of a wrong extra column, of an end, or of an earlier write.
         """
         turn = written.checked(await self._sender.learn_columns())
         receipt = self._sender.receipt()
         async with self._order:
             queue = await self._open()
+            if (earlier := self._receipt_of(turn)) is not None:
+                return earlier
             if not (has_capacity := self._has_capacity(turn))():
                 await self._sender.wait_for_capacity(has_capacity, timeout_s=STORE_TIMEOUT_S)
-            made = (self._drafted.add_last if is_last else self._drafted.add)(turn)
-            self._sender.put(lambda: self._outbox.append(queue, made, receipt))
+            self._put_turn(queue, turn, receipt, is_last=is_last)
         self.num_turns += 1
         self.num_bytes += _num_bytes(turn)
         return receipt
@@ -225,7 +234,8 @@ def turn_of(fields: Fields, *, extras: Fields | None) -> WrittenTurn:
 
 def seal_of(fields: Fields) -> Seal:
     """Return the checked seal of an item."""
-    given = {name: fields[name] for name in Seal._fields if fields.get(name) is not None}
+    names = [name for name in Seal._fields if name != "superseded"]
+    given = {name: fields[name] for name in names if fields.get(name) is not None}
     seal = Seal(**given)
     awaits_reward = flag(seal.awaits_reward, field="awaits_reward")
     return seal._replace(
@@ -236,6 +246,7 @@ def seal_of(fields: Fields) -> Seal:
         tags=checked_tags(seal.tags),
         metrics=checked_metrics(seal.metrics),
         awaits_reward=awaits_reward,
+        siblings=checked_siblings(seal.siblings),
     )
 
 

@@ -97,11 +97,11 @@ def _agreed_value(
 
 def _turn_pieces(stored: StoredTurns, turn: int, column: DeclaredColumn) -> list[NDArray[Any]]:
     """Return all values of a turn in a column, its parents' part first, as views."""
-    own = functools.partial(_own_piece, stored, column=column)
+    own = functools.partial(own_piece, stored, column=column)
     return whole_pieces(stored, turn, own, field=field_of(column))
 
 
-def _own_piece(stored: StoredTurns, turn: int, *, column: DeclaredColumn) -> ExtraPiece:
+def own_piece(stored: StoredTurns, turn: int, *, column: DeclaredColumn) -> ExtraPiece:
     """Return the values of a column in a stored turn, or the default."""
     num_response, shared_tokens = stored.num_response_tokens[turn], stored.shared_tokens[turn]
     num_prompt = shared_tokens + len(stored.token_ids[turn]) - num_response

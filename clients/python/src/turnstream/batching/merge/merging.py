@@ -32,6 +32,7 @@ from turnstream.batching.config.declarations import (
     require_declared,
 )
 from turnstream.batching.merge.columns import OBSERVED, merged_turns, token_columns
+from turnstream.batching.merge.left_out import kept_shapes
 from turnstream.batching.merge.merged_extras import merged_columns
 from turnstream.batching.merge.plan import SequenceShape
 from turnstream.batching.merge.prefix import PrefixIndex, PrefixMatch
@@ -52,11 +53,14 @@ from turnstream.types.names import checked_text, quoted, whole_number
 
 
 def plan_sequences(shapes: abc.Sequence[TurnShape], *, merge: bool) -> tuple[SequenceShape, ...]:
-    """Return the rows of these turns by their lengths alone, or without `merge` one per turn."""
+    """Return the rows of these turns by their lengths alone, or without `merge` one per turn.
+
+    They are those of a trajectory without the turns that are left out.
+    """
     num_tokens = [shape.num_tokens for shape in shapes]
     rows: list[list[int]] = []
     row_ending_in: dict[int, list[int]] = {}
-    for index, shape in enumerate(shapes):
+    for index, shape in kept_shapes(shapes):
         parent = shape.parent_turn
         row = row_ending_in.get(parent) if merge else None
         if row is not None and shape.shared_tokens == num_tokens[parent]:
@@ -233,6 +237,12 @@ class ExtraIndex:
             )
         )
 
+    @property
+    def items(self) -> list[abc.Hashable]:
+        """Return digests of the items of each turn; empty if no column has items."""
+        names = [column.name for column in self._declared if column.per == "items"]
+        return [tuple(map(turn.digests.get, names)) for turn in self._turns] if names else []
+
     def _extends(self, turn: Turn, match: PrefixMatch) -> bool:
         """Return whether the items begin with all of the turn that it continues, if it does."""
         if match.parent_turn == NO_PARENT:
@@ -344,6 +354,7 @@ def stored_turn(turn: Turn, linked: LinkedTurn, *, index: int) -> StoredTurn:
         version_runs=turn.version_runs,
         extras=linked.pieces,
         anchor=anchor_hash(turn.anchor),
+        call_id=turn.call_id,
     )
 
 

@@ -7,20 +7,25 @@ from typing import NamedTuple
 
 from turnstream.types import Denominators, Figures, Status, TrajectoryKey
 
-ASSEMBLY_VERSION = 5
+ASSEMBLY_VERSION = 6
 """Version of the assembly rules; a plan of a newer version gives other rows under older rules.
 
 A replica assembles plans up to this version. Its error for newer ones has both versions. In version
 0 all rows of a trajectory weigh alike and none is masked. Before version 2 a plan has no tags and
 metrics. Before version 3 all turns of a trajectory have its advantage. Before version 4 a
-mini-batch does not name the run's aggregation."""
+mini-batch does not name the run's aggregation. A plan has version 6 if it leaves turns out of the
+rows, and otherwise version 5."""
+
+PLAIN_ASSEMBLY_VERSION = 5
+"""Version of plans whose rows have all turns."""
 
 
 class SequenceShape(NamedTuple):
     """One planned row: the turns that it merges, and its lengths in tokens.
 
     Attributes:
-        turns: indices of the merged turns, ascending; the prompt is that of the first.
+        turns: indices of the merged turns, ascending; the prompt is that of the first. A turn in no
+            row is left out.
         prompt_length: tokens before the first response.
         num_trained_tokens: response tokens with mask 1 that the plan does not mask.
     """
@@ -41,7 +46,7 @@ class TrajectoryPlan:
         advantage: float32 value for every row, applied by the row's own mask; where turns have
             advantages of their own, the advantage of the whole trajectory, which no token has.
         weights: float32 values, one loss weight per sequence.
-        num_turn_tokens: tokens of all turns sent one by one, for the merge ratio.
+        num_turn_tokens: tokens of the turns of all rows sent one by one, for the merge ratio.
         is_masked: no token of it is trained, whatever its payload says.
         payload_crcs: CRC-32 of every turn's payload; the assembler refuses any other.
         turn_advantages: float32 values, one per turn, each for the tokens that its turn sampled, in
@@ -61,6 +66,11 @@ class TrajectoryPlan:
     payload_crcs: tuple[int, ...]
     is_masked: bool = False
     turn_advantages: tuple[float, ...] = ()
+
+    @property
+    def left_out(self) -> set[int]:
+        """The turns that are in no row."""
+        return {*range(len(self.payload_crcs))}.difference(*[row.turns for row in self.sequences])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from turnstream.batching.fold.staleness import is_wholly_of, tokens_of, version_
 from turnstream.batching.merge.merging import plan_sequences
 from turnstream.batching.merge.plan import (
     ASSEMBLY_VERSION,
+    PLAIN_ASSEMBLY_VERSION,
     GroupPlan,
     Manifest,
     MiniBatchPlan,
@@ -34,6 +35,7 @@ from turnstream.batching.scoring.rewards import (
     length_rewards,
     planned_reward,
     planned_turn_rewards,
+    turn_anchors,
 )
 from turnstream.batching.scoring.tag_statistics import sum_up
 from turnstream.errors import BatchingError
@@ -86,22 +88,22 @@ def plan_batch(
         )
         for group, members, group_advantages in zip(ready, planned, advantages, strict=True)
     )
+    members = [member for group in ready for member in group.members]
+    leaves_out = any(turn.is_left_out for member in members for turn in member.turns)
     return Manifest(
         run=run,
         step=step,
         revision=revision,
         lineage=lineage,
         previous_hash=previous_hash,
-        assembly_version=ASSEMBLY_VERSION,
+        assembly_version=ASSEMBLY_VERSION if leaves_out else PLAIN_ASSEMBLY_VERSION,
         config_revision=config_revision,
         last_event_id=chosen_at
         or max([revised_at, *(g.completed_by for g in ready)], key=event_order),
         groups=groups,
         mini_batches=tuple(_mini_batches(groups, config, first_row_id=first_row_id)),
         masked_versions=masked_versions,
-        figures=sum_up(
-            (member, planned_reward(member, config)) for group in ready for member in group.members
-        ),
+        figures=sum_up((member, planned_reward(member, config)) for member in members),
     )
 
 
@@ -194,10 +196,24 @@ def _turn_advantages(
         return [[()] * len(members) for members in compared]
     estimated = [_gigpo(members, config) for members in compared]
     if config.normalize_advantages == "batch":
-        counts = [np.array(m.turn_tokens, np.int64) for members in compared for m in members]
+        counts = [
+            np.array([m.turn_tokens[turn] for turn in m.sealed.kept_turns], np.int64)
+            for members in compared
+            for m in members
+        ]
         white = iter(whitened(list(chain.from_iterable(estimated)), num_tokens=counts))
         estimated = [[next(white) for _ in group] for group in estimated]
-    return [[tuple(values.astype(np.float32).tolist()) for values in group] for group in estimated]
+    return [
+        [_of_all_turns(member, values) for member, values in zip(members, group, strict=True)]
+        for members, group in zip(compared, estimated, strict=True)
+    ]
+
+
+def _of_all_turns(member: _Member, values: FloatArray) -> tuple[float, ...]:
+    """Return the values of kept turns in float32, and 0 for turns that are left out."""
+    own = np.zeros(len(member.sealed.turns), np.float32)
+    own[member.sealed.kept_turns] = values
+    return tuple(own.tolist())
 
 
 def _gigpo(compared: Sequence[_Member], config: BatchingConfig) -> list[FloatArray]:
@@ -208,7 +224,7 @@ def _gigpo(compared: Sequence[_Member], config: BatchingConfig) -> list[FloatArr
     return gigpo(
         _outcomes(compared, config).rewards,
         turn_rewards=turn_rewards,
-        anchors=[each.anchors for each in sealed],
+        anchors=[*map(turn_anchors, sealed)],
         gamma=config.turn_discount,
         turn_weight=config.turn_weight,
         divide_by_std=config.divide_by_std,
@@ -263,7 +279,7 @@ def _trajectory_plan(
         weights=row_weights(
             config.row_weights, [row.num_trained_tokens for row in member.sequences]
         ),
-        num_turn_tokens=sum([turn.num_tokens for turn in sealed.turns]),
+        num_turn_tokens=sum([t.num_tokens for t in sealed.turns if not t.is_left_out]),
         oldest_version=member.versions[0],
         newest_version=member.versions[1],
         has_logprobs=sealed.has_logprobs,

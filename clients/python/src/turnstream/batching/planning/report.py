@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from turnstream.batching.config import BatchingConfig
 from turnstream.batching.merge.merging import plan_sequences
 from turnstream.batching.merge.plan import Manifest
 from turnstream.batching.packing.microbatch import Budget
-from turnstream.types import NO_PARENT, StoredTurn, TrajectoryKey
+from turnstream.types import NO_PARENT, StoredTurn, TrajectoryKey, TurnShape
 
 
 class MergeBreak(NamedTuple):
@@ -29,14 +30,21 @@ class MergeBreak(NamedTuple):
     position: int
 
 
-def merge_counts(payload: Mapping[TrajectoryKey, Sequence[StoredTurn]]) -> dict[str, float]:
+Payload = Mapping[TrajectoryKey, Sequence[StoredTurn]]
+LeftOut = Mapping[TrajectoryKey, Collection[int]]
+
+
+def merge_counts(payload: Payload, left_out: LeftOut = MappingProxyType({})) -> dict[str, float]:
     """Return the numbers of turns, rows and tokens of merged trajectories, by name.
 
-    The `merge_ratio` is the tokens sent turn by turn / the tokens of the rows; 1.0 without tokens.
+    Turns that are left out count as turns only. The `merge_ratio` is the tokens sent turn by turn /
+    the tokens of the rows; 1.0 without tokens.
     """
-    shapes = [[turn.shape for turn in turns] for turns in payload.values()]
+    shapes = [_shapes(turns, left_out.get(key, ())) for key, turns in payload.items()]
     rows = [row for turns in shapes for row in plan_sequences(turns, merge=True)]
-    num_turn_tokens = sum(turn.num_tokens for turns in shapes for turn in turns)
+    num_turn_tokens = sum(
+        turn.num_tokens for turns in shapes for turn in turns if not turn.is_left_out
+    )
     num_row_tokens = sum(row.num_tokens for row in rows)
     return {
         "num_trajectories": len(shapes),
@@ -48,10 +56,16 @@ def merge_counts(payload: Mapping[TrajectoryKey, Sequence[StoredTurn]]) -> dict[
     }
 
 
-def merge_breaks(payload: Mapping[TrajectoryKey, Sequence[StoredTurn]]) -> Iterator[MergeBreak]:
+def _shapes(turns: Sequence[StoredTurn], left_out: Collection[int]) -> list[TurnShape]:
+    return [turn.shape._replace(is_left_out=turn.index in left_out) for turn in turns]
+
+
+def merge_breaks(
+    payload: Payload, left_out: LeftOut = MappingProxyType({})
+) -> Iterator[MergeBreak]:
     """Yield the first mismatch of every trajectory of more than one row, in their order."""
     for key, turns in payload.items():
-        rows = plan_sequences([turn.shape for turn in turns], merge=True)
+        rows = plan_sequences(_shapes(turns, left_out.get(key, ())), merge=True)
         if len(rows) > 1:
             broken = turns[rows[1].turns[0]]
             parent = broken.index - 1 if broken.parent_turn == NO_PARENT else broken.parent_turn

@@ -18,6 +18,7 @@ from turnstream.batching.merge.columns import (
     merged_turns,
     token_columns,
 )
+from turnstream.batching.merge.left_out import without_left_out
 from turnstream.batching.merge.merged_extras import merged_columns
 from turnstream.batching.merge.plan import GroupPlan, SequenceShape, TrajectoryPlan
 from turnstream.batching.scoring.advantages import broadcast_turns
@@ -48,7 +49,7 @@ def assemble_rows(
     one of its own.
     """
     trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
-    merged = _merged(stored, [trajectory for _, trajectory in trajectories])
+    merged = _merged(stored, [trajectory for _, trajectory in trajectories], extra_columns)
     planned = [(t, row) for _, t in trajectories for row in t.sequences]
     is_masked = [trajectory.is_masked for trajectory, _ in planned]
     columns = token_columns(merged)
@@ -77,7 +78,9 @@ def take_rows(rows: Rows, positions: Sequence[int]) -> Rows:
     return _each_column([rows], lambda columns: _taken(columns, index), name="rows")
 
 
-def _merged(stored: StoredTurns, plans: Sequence[TrajectoryPlan]) -> MergedTurns:
+def _merged(
+    stored: StoredTurns, plans: Sequence[TrajectoryPlan], declared: Sequence[DeclaredColumn]
+) -> MergedTurns:
     """Return the planned rows of stored turns, which have the planned checksums."""
     planned = [crc for plan in plans for crc in plan.payload_crcs]
     if planned != [*stored.payload_crc]:
@@ -94,7 +97,11 @@ def _merged(stored: StoredTurns, plans: Sequence[TrajectoryPlan]) -> MergedTurns
         for first, plan in zip(firsts, plans, strict=False)
         for row in plan.sequences
     ]
-    return merged_turns(stored._replace(parent_turn=parents_N.tolist()), rows)
+    stored = stored._replace(parent_turn=parents_N.tolist())
+    if sum(map(len, rows)) < len(planned):
+        unused = {*range(len(planned))}.difference(*rows)
+        stored = without_left_out(stored, unused, declared)
+    return merged_turns(stored, rows)
 
 
 def _check_values(

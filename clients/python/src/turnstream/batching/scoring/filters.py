@@ -53,8 +53,8 @@ def row_weights(kind: RowWeights, num_trained: Sequence[int]) -> tuple[float, ..
 
 
 def num_response_tokens(trajectory: SealedTrajectory) -> int:
-    """Tokens that the policy sampled, in all turns."""
-    return sum([turn.num_response_tokens for turn in trajectory.turns])
+    """Tokens that the policy sampled, in all turns that are not left out."""
+    return sum([turn.num_response_tokens for turn in trajectory.turns if not turn.is_left_out])
 
 
 def status_problem(trajectory: SealedTrajectory, config: BatchingConfig) -> str:

@@ -25,7 +25,12 @@ from turnstream.batching.scoring.filters import (
     has_zero_variance,
     is_masked,
 )
-from turnstream.batching.scoring.rewards import MAX_REWARD, raw_reward, raw_turn_rewards
+from turnstream.batching.scoring.rewards import (
+    MAX_REWARD,
+    raw_reward,
+    raw_turn_rewards,
+    turn_anchors,
+)
 from turnstream.types import SealedTrajectory
 
 NOT_TRAINED: Final = "none of its tokens is trained"
@@ -114,7 +119,7 @@ def _turns_differ(compared: Sequence[SealedTrajectory], config: BatchingConfig) 
     deviations = gigpo(
         np.zeros(len(compared)),
         turn_rewards=[np.array(raw_turn_rewards(member, config)) for member in compared],
-        anchors=[member.anchors for member in compared],
+        anchors=[*map(turn_anchors, compared)],
         gamma=config.turn_discount,
         divide_by_std=False,
     )

@@ -23,7 +23,8 @@ def trajectory_reward(trajectory: SealedTrajectory, *, source: RewardSource) -> 
         case "sum_of_turns":
             return _sum(trajectory.turn_rewards)
         case "last_turn":
-            return trajectory.turn_rewards[-1] if trajectory.turn_rewards else None
+            kept = trajectory.kept_turns
+            return trajectory.turn_rewards[kept[-1]] if kept else None
 
 
 def raw_reward(trajectory: SealedTrajectory, config: BatchingConfig) -> float:
@@ -45,14 +46,21 @@ def planned_reward(trajectory: SealedTrajectory, config: BatchingConfig) -> floa
 
 
 def raw_turn_rewards(trajectory: SealedTrajectory, config: BatchingConfig) -> list[float]:
-    """Return the reward of every turn; a reward of the outcome comes with the last one."""
+    """Return the reward of every kept turn; a reward of the outcome comes with the last one."""
+    kept = trajectory.kept_turns
     if config.reward_source != "sum_of_turns":
-        return [0.0] * (len(trajectory.turns) - 1) + [raw_reward(trajectory, config)]
-    return [*trajectory.turn_rewards]
+        return [0.0] * (len(kept) - 1) + [raw_reward(trajectory, config)]
+    return [trajectory.turn_rewards[turn] for turn in kept]
+
+
+def turn_anchors(trajectory: SealedTrajectory) -> list[int | None]:
+    """Return the state in which every kept turn began; None where it is unknown."""
+    anchors = trajectory.anchors or (None,) * len(trajectory.turns)
+    return [anchors[turn] for turn in trajectory.kept_turns]
 
 
 def planned_turn_rewards(trajectory: SealedTrajectory, config: BatchingConfig) -> list[float]:
-    """Return the reward of every turn, the penalty of a long response with the last."""
+    """Return the reward of every kept turn, the penalty of a long response with the last."""
     *before, last = raw_turn_rewards(trajectory, config)
     return [*before, last + length_penalty(trajectory, config)]
 
@@ -143,9 +151,9 @@ def _weight_problem(trajectory: SealedTrajectory, config: BatchingConfig) -> str
 
 def _turn_problem(trajectory: SealedTrajectory, config: BatchingConfig) -> str:
     """Why the turns of this trajectory cannot be compared with others; empty if they can."""
-    anchors = trajectory.anchors or (None,) * len(trajectory.turns)
     rewards = planned_turn_rewards(trajectory, config)
-    for index, (anchor, reward) in enumerate(zip(anchors, rewards, strict=True)):
+    turns = zip(trajectory.kept_turns, turn_anchors(trajectory), rewards, strict=True)
+    for index, anchor, reward in turns:
         if anchor is None:
             return f"has no anchor at turn {index}, which estimator='gigpo' needs"
         if not abs(reward) <= MAX_REWARD:

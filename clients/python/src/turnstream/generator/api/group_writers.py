@@ -6,13 +6,12 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
 from turnstream.errors import ConflictError, RejectedError
-from turnstream.generator.api.trajectory_writers import (
-    AsyncTrajectoryWriter,
-    TrajectoryWriter,
+from turnstream.generator.api.trajectory_core import (
     TrajectoryWriterBase,
     reason_of,
     warn_unsealed,
 )
+from turnstream.generator.api.trajectory_writers import AsyncTrajectoryWriter, TrajectoryWriter
 from turnstream.generator.api.work import HALF_WRITTEN, Reopened
 from turnstream.generator.encode.group_checks import checked_key
 from turnstream.generator.outbox.outbox import Outbox

@@ -21,7 +21,7 @@ from turnstream.errors import (
     TurnstreamError,
 )
 from turnstream.generator.api.group_writers import GroupWriterBase
-from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase
+from turnstream.generator.api.trajectory_core import TrajectoryWriterBase
 from turnstream.generator.api.work import Reopened, WorkQueue, adopt_trajectory, adopt_unfinished
 from turnstream.generator.encode.encoder import AdoptedTurn, DraftedGroup, draft_group
 from turnstream.generator.encode.group_checks import checked_name, checked_opening

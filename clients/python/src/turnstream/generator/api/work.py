@@ -19,7 +19,7 @@ from turnstream.errors import (
     PromptsExhaustedError,
     UnavailableError,
 )
-from turnstream.generator.api.trajectory_writers import TrajectoryWriterBase, reason_of
+from turnstream.generator.api.trajectory_core import TrajectoryWriterBase, reason_of
 from turnstream.generator.encode.encoder import AdoptedTurn, TurnRecord
 from turnstream.generator.requests import (
     Adopt,
@@ -286,6 +286,7 @@ def adopted_turns(
                 version_runs=turn.version_runs,
                 extras=columns,
                 anchor=turn.anchor,
+                call_id=turn.call_id,
             ),
         )
         for record, turn, prompt_ids, columns in zip(records, stored, prompts, extras, strict=True)

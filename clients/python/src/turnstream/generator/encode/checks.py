@@ -18,6 +18,7 @@ from turnstream.batching.merge.merging import anchor_hash
 from turnstream.errors import InvalidTurnError
 from turnstream.types import Anchor, DeclaredColumn, StoredTurn, Turn, VersionRun
 from turnstream.types.names import (
+    call_id_trouble,
     finite_number,
     flag,
     named_values,
@@ -60,6 +61,7 @@ def checked_turn(
     policy_version: int | None = None,
     version_runs: Sequence[VersionRun] = (),
     anchor: Anchor | None = None,
+    call_id: str | None = None,
     allow_empty: bool = False,
 ) -> Turn:
     """Return a turn of arrays that fit each other, from lists, numpy arrays or torch tensors.
@@ -82,6 +84,8 @@ def checked_turn(
         logprobs = _logprobs(logprobs, mask, num_tokens=num_tokens)
     if rewards is not None or reward is not None:
         rewards = _rewards(rewards, reward, num_tokens=num_tokens)
+    if call_id is not None and (trouble := call_id_trouble(call_id)):
+        raise InvalidTurnError("call_id", trouble)
     return Turn(
         prompt_ids=prompt,
         response_ids=response,
@@ -91,21 +95,7 @@ def checked_turn(
         token_weights=weights,
         version_runs=_version_runs(policy_version, version_runs, num_tokens=num_tokens),
         anchor=None if anchor is None else anchor_hash(anchor),
-    )
-
-
-def recheck_turn(turn: Turn) -> Turn:
-    """Return the same turn, its arrays checked; an empty response is taken as meant."""
-    return checked_turn(
-        turn.prompt_ids,
-        turn.response_ids,
-        logprobs=turn.logprobs,
-        loss_mask=turn.loss_mask,
-        token_weights=turn.token_weights,
-        rewards=turn.rewards,
-        version_runs=turn.version_runs,
-        anchor=turn.anchor,
-        allow_empty=True,
+        call_id=call_id,
     )
 
 

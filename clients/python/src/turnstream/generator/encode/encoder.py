@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
+from turnstream.batching.merge.left_out import left_out
 from turnstream.batching.merge.merging import (
     ExtraIndex,
     LinkedTurn,
@@ -15,7 +18,7 @@ from turnstream.batching.merge.merging import (
     stored_turn,
 )
 from turnstream.batching.merge.prefix import NO_MATCHES, PrefixIndex, PrefixMatch
-from turnstream.errors import InvalidTurnError
+from turnstream.errors import ConflictError, InvalidTurnError
 from turnstream.generator.encode import checks, group_checks
 from turnstream.records.events import MAX_EVENT_BYTES, MAX_TURNS, SealedTurn, seal_writer
 from turnstream.records.turns import encode_checked
@@ -23,6 +26,7 @@ from turnstream.types import (
     DeclaredColumn,
     Group,
     GroupOpened,
+    Siblings,
     Status,
     Trajectory,
     TrajectoryKey,
@@ -70,8 +74,9 @@ class TrajectoryDraft:
         self._extras = ExtraIndex(extra_columns)
         self._turns: list[SealedTurn] = []
         self._num_bytes = 0
-        self._has_logprobs = True
-        self._sampled: set[int | None] = set()  # versions of trained tokens
+        self._without_logprobs: set[int] = set()  # turns with trained tokens
+        self._calls: dict[str, bytes] = {}  # digests of the turns with these ids
+        self._call_ids: dict[str, int] = {}
 
     def add(self, turn: Turn) -> TurnRecord:
         """Encode the next turn, and keep its tokens for the turns that follow."""
@@ -83,7 +88,10 @@ class TrajectoryDraft:
 
     def add_last(self, turn: Turn) -> TurnRecord:
         """Encode the next turn, which none follows; its tokens are not kept."""
-        return self._encode(turn, self._link(turn))
+        linked = self._link(turn)
+        made = self._encode(turn, linked)
+        self._extras.add(turn, linked)
+        return made
 
     def restore(self, turn: Turn, stored: TurnRecord) -> None:
         """Continue after a stored turn, with its links as they are stored."""
@@ -93,6 +101,23 @@ class TrajectoryDraft:
         self._known.add(match, turn.prompt_ids, turn.response_ids)
         self._extras.add(turn, linked)
         self._remember(turn, stored, anchor_hash(turn.anchor))
+
+    @property
+    def call_ids(self) -> Mapping[str, int]:
+        """The turns that have ids of model calls, by id."""
+        return MappingProxyType(self._call_ids)
+
+    def is_repeated(self, turn: Turn) -> bool:
+        """Return whether the draft has the turn of this call; ConflictError if it is another."""
+        number = self._call_ids.get(turn.call_id) if turn.call_id is not None else None
+        if number is None or turn.call_id is None:
+            return False
+        if self._calls[turn.call_id] != _call_digest(turn):
+            raise ConflictError(
+                f"turn {number} of {self.key.readable_name} has the call_id {turn.call_id!r}, with "
+                "another prompt or response"
+            )
+        return True
 
     def seal(
         self,
@@ -104,8 +129,13 @@ class TrajectoryDraft:
         tags: Mapping[str, str] | None,
         metrics: Mapping[str, float] | None,
         awaits_reward: bool = False,
+        siblings: Siblings = "train",
+        superseded: Collection[int] = (),
     ) -> DraftedSeal:
-        """Check the fields of the whole trajectory, and return its seal."""
+        """Check the fields of the whole trajectory, and return its seal.
+
+        `superseded` and `siblings` name turns that are left out of the rows, as in `left_out`.
+        """
         status = group_checks.checked_status(status)
         group_checks.require_turns(len(self._turns), status)
         awaits_reward = flag(awaits_reward, field="awaits_reward")
@@ -115,12 +145,14 @@ class TrajectoryDraft:
         metrics = group_checks.checked_metrics(metrics)
         tags = group_checks.checked_tags(tags)
 
+        turns = self._sealed_turns(siblings, superseded)
         # One version, or an unknown one, that sampled all trained tokens is not repeated by turn.
-        has_versions = len(self._sampled) > 1
-        known = [version for version in self._sampled if version is not None]
+        sampled = {version for turn in turns for version, _ in turn.versions}
+        has_versions = len(sampled) > 1
+        known = [version for version in sampled if version is not None]
         make_seal = seal_writer(
             self.key,
-            self._turns,
+            turns,
             has_versions=has_versions,
             status=status.value,
             reward=reward,
@@ -128,15 +160,15 @@ class TrajectoryDraft:
             oldest_version=min(known, default=None),
             newest_version=max(known, default=None),
             num_payload_bytes=self._num_bytes,
-            has_logprobs=self._has_logprobs,
+            has_logprobs=not any(turns[number].versions for number in self._without_logprobs),
             sampling=sampling or None,
             tags=tags or None,
             metrics=metrics or None,
             awaits_reward=awaits_reward,
         )
         # Seals of fewer turns and versions are far below the limit, whatever their labels are.
-        num_versions = sum([len(turn.versions) for turn in self._turns]) if has_versions else 0
-        if len(self._turns) + num_versions > MAX_TURNS:
+        num_versions = sum([len(turn.versions) for turn in turns]) if has_versions else 0
+        if len(turns) + num_versions > MAX_TURNS:
             num_bytes = len(make_seal(1))
             if num_bytes > MAX_EVENT_BYTES:
                 raise InvalidTurnError(
@@ -144,15 +176,29 @@ class TrajectoryDraft:
                     f"the seal of the trajectory has {num_bytes} bytes, more than "
                     f"{MAX_EVENT_BYTES}",
                 )
-        return DraftedSeal(make_seal, self.merged_tokens, awaits_reward)
+        return DraftedSeal(make_seal, _merged_tokens(turns), awaits_reward)
 
     @property
     def merged_tokens(self) -> int:
         """Tokens of the rows that the turns merge to."""
-        shapes = [turn.shape for turn in self._turns]
-        if len(shapes) == 1:
-            return shapes[0].num_tokens
-        return sum(row.num_tokens for row in plan_sequences(shapes, merge=True))
+        return _merged_tokens(self._turns)
+
+    def _sealed_turns(
+        self, siblings: Siblings, superseded: Collection[int]
+    ) -> Sequence[SealedTurn]:
+        """Return the turns as the seal has them: nothing of those that are left out is trained."""
+        unused = left_out(
+            [turn.shape for turn in self._turns],
+            siblings=group_checks.checked_siblings(siblings),
+            superseded=superseded,
+            others=self._extras.items,
+        )
+        if not unused:
+            return self._turns
+        return [
+            _as_left_out(turn) if number in unused else turn
+            for number, turn in enumerate(self._turns)
+        ]
 
     @property
     def _known(self) -> PrefixIndex:
@@ -186,12 +232,33 @@ class TrajectoryDraft:
         reward = 0.0 if turn.rewards is None else float(turn.rewards.sum(dtype=np.float64))
         versions = _trained_versions(turn, num_trained=shape.num_trained_tokens)
         crc = int.from_bytes(record[-4:], "little")
+        number = len(self._turns)
         self._turns.append(SealedTurn(shape, reward, crc, versions, anchor))
         self._num_bytes += len(record)
-        for version, _ in versions:
-            self._sampled.add(version)
         if turn.logprobs is None and shape.num_trained_tokens:
-            self._has_logprobs = False
+            self._without_logprobs.add(number)
+        if turn.call_id is not None:
+            self._call_ids[turn.call_id] = number
+            self._calls[turn.call_id] = _call_digest(turn)
+
+
+def _merged_tokens(turns: Sequence[SealedTurn]) -> int:
+    if len(turns) == 1:
+        return turns[0].shape.num_tokens
+    return sum(row.num_tokens for row in plan_sequences([t.shape for t in turns], merge=True))
+
+
+def _as_left_out(turn: SealedTurn) -> SealedTurn:
+    shape = turn.shape._replace(num_trained_tokens=0, is_left_out=True)
+    return turn._replace(shape=shape, reward=0.0, versions=())
+
+
+def _call_digest(turn: Turn) -> bytes:
+    """Return a digest of prompt and response."""
+    digest = hashlib.blake2b(np.ascontiguousarray(turn.prompt_ids).data, digest_size=16)
+    digest.update(len(turn.prompt_ids).to_bytes(8, "little"))
+    digest.update(np.ascontiguousarray(turn.response_ids).data)
+    return digest.digest()
 
 
 def _trained_versions(turn: Turn, *, num_trained: int) -> tuple[VersionRun, ...]:
@@ -257,8 +324,9 @@ def _draft_trajectory(
         last = len(trajectory.turns) - 1
         for number, turn in enumerate(trajectory.turns):
             add = draft.add_last if number == last else draft.add
-            checked = checks.recheck_turn(turn)
-            turns.append(add(checks.with_checked_extras(checked, turn.extras, declared)))
+            checked = _rechecked(turn)
+            if not draft.is_repeated(checked):
+                turns.append(add(checks.with_checked_extras(checked, turn.extras, declared)))
         number = None
         seal = draft.seal(
             reward=trajectory.reward,
@@ -268,6 +336,7 @@ def _draft_trajectory(
             tags=trajectory.tags,
             metrics=trajectory.metrics,
             awaits_reward=trajectory.awaits_reward,
+            siblings=trajectory.siblings,
         )
     except InvalidTurnError as error:
         where = f"trajectories[{trajectory.sample}]" + (
@@ -275,3 +344,19 @@ def _draft_trajectory(
         )
         raise InvalidTurnError(f"{where}.{error.field}", error.message) from error
     return DraftedTrajectory(key, turns, seal)
+
+
+def _rechecked(turn: Turn) -> Turn:
+    """Return the same turn, its arrays checked; an empty response is taken as meant."""
+    return checks.checked_turn(
+        turn.prompt_ids,
+        turn.response_ids,
+        logprobs=turn.logprobs,
+        loss_mask=turn.loss_mask,
+        token_weights=turn.token_weights,
+        rewards=turn.rewards,
+        version_runs=turn.version_runs,
+        anchor=turn.anchor,
+        call_id=turn.call_id,
+        allow_empty=True,
+    )

@@ -8,14 +8,22 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast, get_args
 
 from turnstream.batching.config.values import LARGEST_GROUP
 from turnstream.batching.scoring.tag_statistics import MAX_METRIC
 from turnstream.errors import InvalidTurnError
 from turnstream.store.client.keys import encode_name
 from turnstream.store.run.groups import ATTEMPT_LIMIT, most_samples
-from turnstream.types import Group, GroupOpened, Purpose, Status, Trajectory, TrajectoryKey
+from turnstream.types import (
+    Group,
+    GroupOpened,
+    Purpose,
+    Siblings,
+    Status,
+    Trajectory,
+    TrajectoryKey,
+)
 from turnstream.types.names import (
     checked_text,
     finite_number,
@@ -152,6 +160,14 @@ def checked_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
 def checked_status(status: Status | str) -> Status:
     """Return the way in which an episode ended."""
     return _choice(Status, status, field="status")
+
+
+def checked_siblings(siblings: Siblings) -> Siblings:
+    """Return the treatment of turns without continuation that have a continued sibling."""
+    if siblings not in get_args(Siblings):
+        names = ", ".join(map(repr, get_args(Siblings)))
+        raise InvalidTurnError("siblings", f"{quoted(siblings)} is none of {names}")
+    return siblings
 
 
 def require_turns(num_turns: int, status: Status) -> None:

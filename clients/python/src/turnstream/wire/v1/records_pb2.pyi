@@ -26,7 +26,7 @@ class ArraySpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., num_shared: _Optional[int] = ...) -> None: ...
 
 class TurnHeader(_message.Message):
-    __slots__ = ("index", "parent_turn", "shared_tokens", "num_response_tokens", "arrays", "version_runs", "anchor")
+    __slots__ = ("index", "parent_turn", "shared_tokens", "num_response_tokens", "arrays", "version_runs", "anchor", "call_id")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     PARENT_TURN_FIELD_NUMBER: _ClassVar[int]
     SHARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class TurnHeader(_message.Message):
     ARRAYS_FIELD_NUMBER: _ClassVar[int]
     VERSION_RUNS_FIELD_NUMBER: _ClassVar[int]
     ANCHOR_FIELD_NUMBER: _ClassVar[int]
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
     index: int
     parent_turn: int
     shared_tokens: int
@@ -41,7 +42,8 @@ class TurnHeader(_message.Message):
     arrays: _containers.RepeatedCompositeFieldContainer[ArraySpec]
     version_runs: _containers.RepeatedCompositeFieldContainer[VersionRun]
     anchor: int
-    def __init__(self, index: _Optional[int] = ..., parent_turn: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., num_response_tokens: _Optional[int] = ..., arrays: _Optional[_Iterable[_Union[ArraySpec, _Mapping]]] = ..., version_runs: _Optional[_Iterable[_Union[VersionRun, _Mapping]]] = ..., anchor: _Optional[int] = ...) -> None: ...
+    call_id: str
+    def __init__(self, index: _Optional[int] = ..., parent_turn: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., num_response_tokens: _Optional[int] = ..., arrays: _Optional[_Iterable[_Union[ArraySpec, _Mapping]]] = ..., version_runs: _Optional[_Iterable[_Union[VersionRun, _Mapping]]] = ..., anchor: _Optional[int] = ..., call_id: _Optional[str] = ...) -> None: ...
 
 class TurnHeaderParts(_message.Message):
     __slots__ = ("index", "parent_turn", "shared_tokens", "num_response_tokens", "arrays", "version_runs")
@@ -60,7 +62,7 @@ class TurnHeaderParts(_message.Message):
     def __init__(self, index: _Optional[int] = ..., parent_turn: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., num_response_tokens: _Optional[int] = ..., arrays: _Optional[_Iterable[bytes]] = ..., version_runs: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class TurnShape(_message.Message):
-    __slots__ = ("parent_turn", "shared_tokens", "num_new_prompt_tokens", "num_response_tokens", "num_trained_tokens", "reward", "payload_crc", "trained_versions", "anchor")
+    __slots__ = ("parent_turn", "shared_tokens", "num_new_prompt_tokens", "num_response_tokens", "num_trained_tokens", "reward", "payload_crc", "trained_versions", "anchor", "is_left_out")
     PARENT_TURN_FIELD_NUMBER: _ClassVar[int]
     SHARED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_NEW_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +72,7 @@ class TurnShape(_message.Message):
     PAYLOAD_CRC_FIELD_NUMBER: _ClassVar[int]
     TRAINED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     ANCHOR_FIELD_NUMBER: _ClassVar[int]
+    IS_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     parent_turn: int
     shared_tokens: int
     num_new_prompt_tokens: int
@@ -79,7 +82,8 @@ class TurnShape(_message.Message):
     payload_crc: int
     trained_versions: _containers.RepeatedCompositeFieldContainer[VersionRun]
     anchor: int
-    def __init__(self, parent_turn: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., num_new_prompt_tokens: _Optional[int] = ..., num_response_tokens: _Optional[int] = ..., num_trained_tokens: _Optional[int] = ..., reward: _Optional[float] = ..., payload_crc: _Optional[int] = ..., trained_versions: _Optional[_Iterable[_Union[VersionRun, _Mapping]]] = ..., anchor: _Optional[int] = ...) -> None: ...
+    is_left_out: bool
+    def __init__(self, parent_turn: _Optional[int] = ..., shared_tokens: _Optional[int] = ..., num_new_prompt_tokens: _Optional[int] = ..., num_response_tokens: _Optional[int] = ..., num_trained_tokens: _Optional[int] = ..., reward: _Optional[float] = ..., payload_crc: _Optional[int] = ..., trained_versions: _Optional[_Iterable[_Union[VersionRun, _Mapping]]] = ..., anchor: _Optional[int] = ..., is_left_out: bool = ...) -> None: ...
 
 class TrajectoryKey(_message.Message):
     __slots__ = ("group_id", "sample", "attempt")
