@@ -107,7 +107,7 @@ def test_error_of_the_proxy_names_its_problem_and_when_to_retry() -> None:
     ]
     for error, status, kind, code, retry_after, should_retry in table:
         answer = openai_error_of(error)
-        found = json.loads(answer.body)["error"]
+        found = json.loads(bytes(answer.body))["error"]
         assert (answer.status_code, found["type"], found["code"]) == (status, kind, code)
         assert found["param"] == getattr(error, "field", None)
         assert answer.headers.get("retry-after") == retry_after

@@ -57,7 +57,8 @@ def openai_error(
 ) -> Response:
     """Return the response with an error.
 
-    `retry_after_s` is when the same request may pass. Clients repeat 409 too: they are told not to.
+    `retry_after_s` is when the same request may pass. Clients repeat 409 too, unless a header
+    forbids it.
     """
     answer = json_response(error_content(status, message, code=code, param=param), status=status)
     if retry_after_s is not None:
