@@ -16,7 +16,7 @@ from turnstream_server import failpoints
 from turnstream_server.keys.store import requires_key
 from turnstream_server.observed import batcher_check, observe_process, run_check
 from turnstream_server.options import ListenOptions, split_address
-from turnstream_server.settings import Settings
+from turnstream_server.settings import Settings, checked_gateway_url
 from turnstream_server.telemetry.readiness import Readiness, folder_check, store_check
 from turnstream_server.tls import read_tls
 from turnstream_server.waits import (
@@ -64,7 +64,9 @@ def start_batcher(settings: Settings, given: ListenOptions) -> None:
     run_batcher(options)
 
 
-def start_gateway(settings: Settings, given: ListenOptions, *, folder: Path | None) -> None:
+def start_gateway(
+    settings: Settings, given: ListenOptions, *, folder: Path | None, url: str = ""
+) -> None:
     """Serve HTTP until SIGTERM or SIGINT, as soon as the store answers."""
     from turnstream_server.batcher.assembly.assembler import read_share
     from turnstream_server.gateway.config import GatewayOptions
@@ -78,6 +80,7 @@ def start_gateway(settings: Settings, given: ListenOptions, *, folder: Path | No
         folder=folder,
         read_share=functools.partial(read_share, redis_url),
         address_file=given.address_file,
+        public_url=checked_gateway_url(url or settings.http_url, field="--url"),
         names=frozenset(each.strip().lower() for each in settings.http_names.split(",") if each),
         requires_key=_requires_key(settings, redis_url, listen, is_insecure=given.is_insecure),
         tls=read_tls(settings.tls_cert, settings.tls_key),

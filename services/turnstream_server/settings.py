@@ -13,10 +13,16 @@ from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from turnstream.errors import InvalidConfigError
-from turnstream.store.client.addresses import checked_url, is_http, without_key
+from turnstream.store.client.addresses import (
+    checked_url,
+    http_host_and_port,
+    is_http,
+    without_key,
+)
 from turnstream.store.client.passwords import with_password_of
+from turnstream.types.names import quoted
 
-_OF_EXAMPLES: Final = frozenset({"TURNSTREAM_HTTP_URL"})
+_OF_CLIENTS: Final = frozenset({"TURNSTREAM_GATEWAY_URL"})
 _OF_OTHERS: Final = re.compile(r"^TURNSTREAM_TEST_|_SERVICE_(HOST|PORT)|_PORT(_\d+_|$)")
 
 
@@ -39,6 +45,8 @@ class Settings(BaseSettings):
         http_names: host names under which the gateway is reached, with commas between them. An
             address and `localhost` are always accepted. Without a name, a gateway that needs keys
             accepts every name.
+        http_url: address at which agents reach the gateway, if a proxy changes the `Host` of
+            requests; empty takes that of the request for a session.
         api_key: API key with which this process calls batchers and gateways.
         key_file: file with that key; batcher and gateway create it at their first start.
         insecure: batcher and gateway need no key, on every address.
@@ -75,6 +83,7 @@ class Settings(BaseSettings):
     http_host: str = "127.0.0.1"
     http_port: int = Field(default=7601, ge=0, le=65_535)
     http_names: str = ""
+    http_url: str = ""
     api_key: SecretStr | None = None
     key_file: Path | None = None
     insecure: bool = False
@@ -141,7 +150,7 @@ def unknown_name(environment: Mapping[str, str]) -> InvalidConfigError | None:
     known = {name.upper() for name in Settings.model_fields}
     for name in sorted(environment):
         prefix, _, rest = name.partition("_")
-        is_ours = prefix == "TURNSTREAM" and rest not in known and name not in _OF_EXAMPLES
+        is_ours = prefix == "TURNSTREAM" and rest not in known and name not in _OF_CLIENTS
         if is_ours and not _OF_OTHERS.search(name):
             close = difflib.get_close_matches(rest, known, n=1)
             hint = f"did you mean {prefix}_{close[0]}?" if close else "see `turnstream config`"
@@ -163,6 +172,22 @@ def checked_store_url(url: str, *, field: str) -> str:
             "redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH",
         )
     return url
+
+
+def checked_gateway_url(url: str, *, field: str) -> str:
+    """Return the address of a gateway without a slash at its end; "" for none.
+
+    Raises:
+        InvalidConfigError: it is another address; `field` names the setting that has it.
+    """
+    try:
+        is_right = is_http(url) and without_key(url) == url and bool(http_host_and_port(url))
+    except ValueError:
+        is_right = False
+    if url and not is_right:
+        text = f"{quoted(without_key(url))} is no address of a gateway without its key"
+        raise InvalidConfigError(field, f"{text}: write http://HOST:PORT or https://HOST")
+    return url.rstrip("/")
 
 
 def mask_password(url: str) -> str:

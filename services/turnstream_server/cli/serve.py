@@ -47,12 +47,20 @@ def gateway(
         Path | None,
         typer.Option(help="Shared folder of the workers; without it no weights are downloaded."),
     ] = None,
+    url: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Address at which agents reach the gateway, if it is behind a proxy. "
+            "Default: TURNSTREAM_HTTP_URL, or the Host of the request.",
+        ),
+    ] = "",
     end_with_stdin: EndWithStdin = False,
 ) -> None:
     """Serve the Tinker API over HTTP."""
     from turnstream_server import bootstrap
 
-    bootstrap.start_gateway(environment(), options, folder=folder)
+    bootstrap.start_gateway(environment(), options, folder=folder, url=url)
 
 
 @app.command()

@@ -24,7 +24,12 @@ from fastapi.responses import Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from turnstream.errors import RejectedError, TurnstreamError
+from turnstream.errors import (
+    AccessDeniedError,
+    RejectedError,
+    TurnstreamError,
+    UnknownKeyError,
+)
 from turnstream.types.names import quoted
 from turnstream_server.gateway.bodies import (
     BODY,
@@ -33,6 +38,13 @@ from turnstream_server.gateway.bodies import (
     RequestBody,
     json_response,
     too_large_text,
+)
+from turnstream_server.gateway.proxy.errors import (
+    HOW_TO_OPEN,
+    PATHS,
+    SESSION_PATHS,
+    openai_error,
+    openai_error_of,
 )
 from turnstream_server.gateway.rest.app import PREFIX
 from turnstream_server.gateway.rest.bodies import ARROW, JSON
@@ -48,6 +60,7 @@ from turnstream_server.keys.records import (
     KeyLimits,
     secret_of,
 )
+from turnstream_server.keys.sessions import SESSION, SESSION_PREFIX
 
 NAMES: Final = "TURNSTREAM_HTTP_NAMES"
 """Setting with the names under which a gateway is reached."""
@@ -161,7 +174,8 @@ class LimitedApp:
     """An application whose requests are limited by their keys.
 
     It identifies the key of each request, for the routes too. A request without an accepted
-    key is passed on, because some routes need none; its address stands for the key.
+    key is passed on, because some routes need none; its address stands for the key. A session key
+    counts as the API key that made it.
     """
 
     def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
@@ -195,12 +209,14 @@ class LimitedApp:
                 await asyncio.sleep(_SLOW_S)
             await _answer_to(scope, error)(scope, receive, send)
 
-    async def _identify(self, scope: Scope, headers: Headers) -> RejectedError | None:
-        """Note the key of a request in its scope; return why the key is not looked up.
+    async def _identify(self, scope: Scope, headers: Headers) -> TurnstreamError | None:
+        """Note the key of a request in its scope; return why the request is refused before that.
 
         Keys that are not known are looked up one by one, and not often for one address.
         """
         keys, secret = self._gateway.keys, secret_of(headers)
+        if secret.startswith(SESSION_PREFIX) or scope["path"].startswith(SESSION_PATHS):
+            return await self._identify_session(scope, secret)
         if keys.is_known(secret):
             scope[IDENTITY] = await _identified(keys, secret)
             return None
@@ -215,6 +231,24 @@ class LimitedApp:
                 text = f"too many requests without an accepted key came from {owner}"
                 return RejectedError(f"{text}: wait {wait_s:.1f} s", wait_s)
             scope[IDENTITY] = await _identified(keys, secret)
+        return None
+
+    async def _identify_session(self, scope: Scope, secret: str) -> TurnstreamError | None:
+        """Note the session of a request in its scope; return why the request is refused.
+
+        The store is asked about correctly signed keys only.
+        """
+        path = scope["path"]
+        if not path.startswith(SESSION_PATHS):
+            text = "a session key is for paths below /openai and /anthropic"
+            return AccessDeniedError(f"{text}, and not for {quoted(path)}")
+        if not secret.startswith(SESSION_PREFIX):
+            return UnknownKeyError(f"the request has no session key: {HOW_TO_OPEN}")
+        try:
+            scope[SESSION] = session = await self._gateway.sessions.identify(secret)
+            scope[IDENTITY] = await self._gateway.sessions.rights_of(session)
+        except TurnstreamError as error:
+            return error
         return None
 
     async def _answer(
@@ -319,6 +353,8 @@ def _declared_bytes(headers: Headers) -> int:
 
 
 def _refused(scope: Scope, status: int, text: str) -> Response:
+    if _is_proxy(scope):
+        return openai_error(status, text)
     if _is_rest(scope):
         return response(Problem(type="about:blank", title=text, status=status, detail=text))
     return json_response({"detail": text}, status=status)
@@ -341,6 +377,8 @@ def _too_many_present(owner: str, *, limit: int) -> RejectedError:
 
 def _answer_to(scope: Scope, error: TurnstreamError) -> Response:
     """Return the answer to an error, in the form of the API of the request."""
+    if _is_proxy(scope):
+        return openai_error_of(error)
     problem = problem_of(error)
     answer = response(problem)
     if _is_rest(scope):
@@ -353,3 +391,7 @@ def _answer_to(scope: Scope, error: TurnstreamError) -> Response:
 
 def _is_rest(scope: Scope) -> bool:
     return scope["path"].startswith(f"{PREFIX}/")
+
+
+def _is_proxy(scope: Scope) -> bool:
+    return scope["path"].startswith(PATHS)

@@ -34,6 +34,7 @@ class GatewayOptions:
         read_share: assembles mini-batches; None offers none.
         folder: shared folder of the workers, for downloads of exported weights; None offers none.
         address_file: receives the bound address once the server answers; None for none.
+        public_url: its address for agents, behind a proxy; "" takes the Host of each request.
         names: host names under which it is reached, in lower case; see admission.py.
         requires_key: requests need a stored key; see `KeyChecks`.
         tls: certificate and key of the server; None serves without TLS.
@@ -51,6 +52,7 @@ class GatewayOptions:
     read_share: ReadShare | None = None
     folder: Path | None = None
     address_file: Path | None = None
+    public_url: str = ""
     names: frozenset[str] = frozenset()
     requires_key: bool = False
     tls: Tls | None = None

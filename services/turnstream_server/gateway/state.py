@@ -32,6 +32,7 @@ from turnstream_server.gateway.polls import Polls
 from turnstream_server.gateway.stream_waits import StreamWaits
 from turnstream_server.keys.limits import Places, TokenBucket
 from turnstream_server.keys.records import KeyChecks
+from turnstream_server.keys.sessions import SessionKeys
 from turnstream_server.operations.models import BaseModel, ModelRecord, read_bases
 
 _WAIT_S: Final = 20.0
@@ -189,6 +190,7 @@ class Gateway:
         polls: the held polls.
         bases: the served base models.
         keys: checks of the keys of requests.
+        sessions: makes and checks session keys.
         closing: callbacks that end held requests; closed before the last request.
         threads: calls of the store that block.
         streams: waits for new entries of streams.
@@ -203,6 +205,7 @@ class Gateway:
         self.client = client
         self.polls = polls
         self.keys = KeyChecks(client, requires_key=options.requires_key)
+        self.sessions = SessionKeys(client, self.keys)
         self.closing = contextlib.AsyncExitStack()
         self.resources = contextlib.AsyncExitStack()
         self.threads = StoreThreads(options.redis_url)

@@ -88,6 +88,11 @@ class ApiKey(NamedTuple):
     limits: KeyLimits = NO_LIMITS
     owner: str = "local"
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether the store has the key; else it is one of the loopback, where none is needed."""
+        return self.created_ms > 0
+
     def require(self, *roles: Role, run: str | None = None) -> None:
         """Raise AccessDeniedError if the key has none of these roles, or may not use this run.
 
@@ -258,16 +263,24 @@ class KeyChecks:
             return LOCAL_KEY
         key_id = key_id_of(secret)
         try:
-            found = await self._find(key_id)
+            key = await self.stored(key_id)
         except UnavailableError:
             if self.requires_key:
                 raise
-            found = None  # as at a start during an outage: polls are held
-        if found is None or found.key is None:
-            if self.requires_key or not secret.startswith(PREFIX):
-                raise UnknownKeyError("the key of the request is unknown or revoked")
-            return LOCAL_KEY._replace(key_id=key_id, owner=owner_of(secret))
-        if found.expires_s <= time.monotonic():
+            key = None  # as at a start during an outage: polls are held
+        if key is not None:
+            return key
+        if self.requires_key or not secret.startswith(PREFIX):
+            raise UnknownKeyError("the key of the request is unknown or revoked")
+        return LOCAL_KEY._replace(key_id=key_id, owner=owner_of(secret))
+
+    async def stored(self, key_id: str) -> ApiKey | None:
+        """Return a stored key by its id, a second old at most; None for no such key.
+
+        UnknownKeyError for an expired one, UnavailableError if the store does not answer.
+        """
+        found = await self._find(key_id)
+        if found.key is not None and found.expires_s <= time.monotonic():
             raise UnknownKeyError(f"the key {found.key.name!r} has expired")
         return found.key
 

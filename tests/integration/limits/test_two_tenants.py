@@ -122,7 +122,7 @@ def turn_item(group: str, number: int) -> dict[str, Any]:
     return {"group_id": group, "sample": 0, "num_samples": 1, "turn": number, **tokens}
 
 
-@pytest.mark.parametrize("door", ["turns", "reads", "tinker", "strangers"])
+@pytest.mark.parametrize("door", ["turns", "reads", "tinker", "agents", "strangers"])
 def test_flood_of_one_key_delays_another_by_few_requests(
     keyed_gateway: GatewayThread,
     client: redis.Redis,
@@ -140,6 +140,8 @@ def test_flood_of_one_key_delays_another_by_few_requests(
                 return http_request("POST", f"/v1/runs/{run}/turns", key=key, content=content)
             case "reads":
                 return http_request("GET", f"/v1/runs/{run}", key=key)
+            case "agents":
+                return http_request("GET", "/openai/v1/none", key=agents[connection])
             case "tinker":
                 beat = {"session_id": sessions[key]}
                 return http_request("POST", "/api/v1/session_heartbeat", key=key, content=beat)
@@ -160,6 +162,14 @@ def test_flood_of_one_key_delays_another_by_few_requests(
             ).json()["session_id"]
             for each in (tenants.key_a, tenants.key_b)
         }
+        agents = [
+            http.post(
+                f"/v1/runs/{run}/sessions",
+                json={"group_id": f"a-{number}", "sample": 0, "num_samples": 1},
+                headers={"X-API-Key": key},
+            ).json()["key"]
+            for number in range(CONNECTIONS)
+        ]
         assert ingest.turn(0, None, **turn_item("g", 0))["status"] == 201
         with flooding(keyed_gateway.address, flood, num_connections=CONNECTIONS) as statuses:
             wait_until(lambda: answered.num > 2 * CONNECTIONS, describe="the flood")
@@ -174,7 +184,8 @@ def test_flood_of_one_key_delays_another_by_few_requests(
 
     assert len(answered.during) == _COUNT
     assert statistics.median(answered.during) <= MOST
-    assert not set(statuses) - ({200, 429} if door == "strangers" else {200})
+    accepted = {"strangers": {200, 429}, "agents": {404}}.get(door, {200})
+    assert not set(statuses) - accepted
     stored = RunReader(client, tenants.run_b).turns(TrajectoryKey("g", 0))
     assert len(stored) == 1 + _COUNT * (door != "tinker")  # nothing of the other tenant is lost
 

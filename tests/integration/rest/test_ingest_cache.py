@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,12 +15,16 @@ from testkit.requests.ingest import IngestClient, results_of, trajectory_items, 
 from testkit.services.gateway_thread import GatewayThread
 from testkit.services.stores import RunReader
 from testkit.turns import group, trajectory, turn
-from testkit.waiting import wait_until
+from testkit.waiting import wait_until, wait_until_async
 from turnstream.generator import Publisher
 from turnstream.store.client import keys
-from turnstream.types import TrajectoryKey
+from turnstream.store.client.connection import connect_async
+from turnstream.types import GroupOpened, TrajectoryKey
 from turnstream_server.embedded import EmbeddedServer
 from turnstream_server.gateway.rest.ingest import publishers
+from turnstream_server.gateway.rest.ingest.delivery import Delivery
+from turnstream_server.gateway.rest.ingest.publishers import Publishers
+from turnstream_server.gateway.rest.ingest.writes import Opening
 from turnstream_server.keys.store import create_key
 
 _FIRST, _SECOND = turn("ab", "CD"), turn("abcde", "F")
@@ -84,6 +90,37 @@ def test_only_own_trajectories_make_room_and_a_ping_renews_all(
         before = {name: client.zscore(leases, name) for name in names}
         wait_until(lambda: all(list(renewed().values())[:3]), describe="the renewed leases")
         assert not renewed()["silent/0/0"]
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+async def test_kept_trajectory_is_renewed_without_requests(
+    server: EmbeddedServer,
+    client: redis.Redis,
+    new_run: Callable[..., str],
+    is_shared: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = new_run(client, lease_s=1)
+    leases = keys.run_keys(run).leases
+    kept, silent = members = [TrajectoryKey("g", sample) for sample in range(2)]
+    opening = Opening(GroupOpened(group_id="g", prompt_uid="", num_samples=2), members)
+    async with connect_async(server.url) as store:
+        every = Publishers(server.url, store)
+        async with every.borrow(run, "w", members, owner="o", is_shared=is_shared) as (used, slots):
+            await Delivery(used, store, slots).open_members([opening])
+            slots[kept].kept_until_s = math.inf
+
+        await wait_until_async(lambda: silent not in used.slots, describe="the silent one's end")
+        before = client.zscore(leases, kept.trajectory_id)
+        await wait_until_async(
+            lambda: client.zscore(leases, kept.trajectory_id) != before, describe="a renewal"
+        )
+        assert list(used.slots) == [kept]
+        used.slots[kept].kept_until_s = asyncio.get_running_loop().time()
+        await wait_until_async(
+            lambda: "w leaves 1 trajectories open" in caplog.text, describe="the end of the writer"
+        )
+        await every.close()
 
 
 def test_fenced_writer_adopts_and_tries_once_more(

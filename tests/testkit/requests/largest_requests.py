@@ -44,8 +44,10 @@ from turnstream_server.gateway.rest.bodies import (
     MAX_TURNS,
     MAX_WRITES,
 )
+from turnstream_server.gateway.rest.bodies import MAX_SMALL_BYTES as MAX_REST_BYTES
 from turnstream_server.gateway.rest.generators.plan import MAX_CALLS, MAX_FIELDS, MAX_READS
 from turnstream_server.gateway.rest.ingest.arrow_bodies import MAX_PARTS, MAX_VALUES
+from turnstream_server.gateway.rest.runs.sessions import MAX_TEXT
 from turnstream_server.ledger.core.scan import PAGE_EVENTS
 from turnstream_server.operations.models import BaseModel
 
@@ -254,6 +256,17 @@ def tasks_end(world: World) -> Iterator[Sent]:
     members = [{"sample": n, "attempt": 999} for n in range(MAX_ITEMS)]
     body = _json({"group_id": "g", "trajectories": members, "reason": "r" * 1_000})
     yield Sent({"run": world.new_run()}, body)
+
+
+def sessions(world: World) -> Iterator[Sent]:
+    """A session key with names of the largest size, and a body that is padded."""
+    texts = {"prompt_uid": "\x01" * MAX_TEXT, "policy": "\x01" * MAX_TEXT}
+    numbers = dict.fromkeys(("max_calls", "max_tokens"), 2**53 - 1)
+    named = {"group_id": "g" * 512, "sample": 0, "num_samples": 1, **texts, **numbers}
+    path = {"run": world.new_run()}
+    yield Sent(path, _json(named))
+    yield Sent(path, _json(named) + b" " * (MAX_REST_BYTES - len(_json(named))))
+    yield from small(world, most=MAX_REST_BYTES)
 
 
 def training(world: World) -> Iterator[Sent]:

@@ -6,6 +6,7 @@ import re
 from typing import Final
 
 from turnstream.store.client import keys
+from turnstream_server.keys.sessions import SESSIONS
 from turnstream_server.keys.store import KEYS
 from turnstream_server.operations import keys as command_keys
 
@@ -33,8 +34,8 @@ def declared_type(key: str) -> str | None:
         return _MODEL_TYPES.get(found[1])
     if found := _NAME_KEY.fullmatch(key):
         return _OF_A_NAME[found[1]]
-    if key == KEYS:
-        return "hash"
+    if key in (KEYS, SESSIONS):
+        return "hash" if key == KEYS else "string"
     if key.startswith("ts:"):
         return _TYPES.get(key)
     return _MODEL_TYPES.get(key)

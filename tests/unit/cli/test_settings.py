@@ -5,7 +5,13 @@ import os
 import pytest
 
 from turnstream.errors import InvalidConfigError
-from turnstream_server.settings import Settings, mask_password, read_settings, unknown_name
+from turnstream_server.settings import (
+    Settings,
+    checked_gateway_url,
+    mask_password,
+    read_settings,
+    unknown_name,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +53,14 @@ def test_settings_ignore_the_service_variables_of_kubernetes() -> None:
     }
 
     assert unknown_name(of_service) is None
+
+
+def test_gateway_url_is_an_address_without_a_key() -> None:
+    for url, found in (("", ""), ("https://gw.lab/a/", "https://gw.lab/a"), ("http://h:1", None)):
+        assert checked_gateway_url(url, field="--url") == (url if found is None else found)
+    for url in ("gw.lab", "redis://h:1", "http://", "http://:key@h", "http://h:x", "http://h?a"):
+        with pytest.raises(InvalidConfigError, match=r"^--url: "):
+            checked_gateway_url(url, field="--url")
 
 
 def test_an_empty_variable_is_one_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from turnstream import errors
 from turnstream.errors import TurnstreamError, WaitReason
 from turnstream.http.problems import ERRORS, WIRE_PROBLEM, error_of, problem_name
+from turnstream_server.gateway.proxy.errors import openai_error_of
 from turnstream_server.gateway.rest.problems import KINDS, problem_of, response
 
 OF_ONE_PROCESS = {errors.MissingExtraError, errors.RowTooLongError}
@@ -80,3 +81,35 @@ def test_documents_of_other_servers_are_errors_too() -> None:
     ):
         assert type(error_of(document)) is kind, document
     assert problem_name({"type": "https://other.example/turn-gap"}) == ""
+
+
+def test_error_of_the_proxy_names_its_problem_and_when_to_retry() -> None:
+    table = [
+        (errors.RejectedError("too fast", 2.1), 429, "rate_limit_error", "rejected", "3", None),
+        (
+            errors.ConflictError("it is sealed"),
+            409,
+            "invalid_request_error",
+            "conflict",
+            None,
+            "false",
+        ),
+        (
+            errors.InvalidTurnError("n", "0"),
+            422,
+            "invalid_request_error",
+            "invalid-turn",
+            None,
+            None,
+        ),
+        (errors.StoreUnavailableError("away"), 503, "server_error", "unavailable", None, None),
+        (KeyError("secret"), 500, "server_error", "internal", None, None),
+    ]
+    for error, status, kind, code, retry_after, should_retry in table:
+        answer = openai_error_of(error)
+        found = json.loads(bytes(answer.body))["error"]
+        assert (answer.status_code, found["type"], found["code"]) == (status, kind, code)
+        assert found["param"] == getattr(error, "field", None)
+        assert answer.headers.get("retry-after") == retry_after
+        assert answer.headers.get("x-should-retry") == should_retry
+        assert "secret" not in found["message"]

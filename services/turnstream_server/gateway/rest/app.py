@@ -32,7 +32,7 @@ from turnstream_server.gateway.rest.problems import (
     problem_of,
     response,
 )
-from turnstream_server.gateway.rest.runs import events, reads, runs, tasks, versions
+from turnstream_server.gateway.rest.runs import events, reads, runs, sessions, tasks, versions
 from turnstream_server.gateway.state import Gateway
 from turnstream_server.telemetry.instruments import count_error
 
@@ -47,6 +47,7 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     runs.router,
     routes.router,
     tasks.router,
+    sessions.router,
     rewards.router,
     reads.router,
     versions.router,

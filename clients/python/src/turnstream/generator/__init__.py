@@ -2,6 +2,7 @@
 
 from turnstream.generator.api.group_writers import AsyncGroupWriter, GroupWriter
 from turnstream.generator.api.publisher import AsyncPublisher, Publisher
+from turnstream.generator.api.sessions import AgentSession, AsyncAgentSession
 from turnstream.generator.api.trajectory_writers import AsyncTrajectoryWriter, TrajectoryWriter
 from turnstream.generator.api.work import AsyncTask, Task
 from turnstream.generator.outbox.receipts import AsyncReceipt, PublisherStatistics, Receipt
@@ -11,6 +12,8 @@ from turnstream.store.run.rewards import RewardOutcome, post_reward
 from turnstream.store.run.tasks import Prompt, Refill, add_prompts
 
 __all__ = [
+    "AgentSession",
+    "AsyncAgentSession",
     "AsyncGroupWriter",
     "AsyncPublisher",
     "AsyncReceipt",

@@ -16,7 +16,7 @@ from typing import Any, Final, cast
 import httpx2
 
 from turnstream import errors
-from turnstream.http.problems import HEADER, WIRE_VERSION, error_of, problem_name
+from turnstream.http.problems import HEADER, TYPE_PREFIX, WIRE_VERSION, error_of, problem_name
 from turnstream.store.client.addresses import HttpAddress, parse_http
 from turnstream.store.client.api_keys import root_certificates, trusting_context
 from turnstream.store.client.backoff import pause_after
@@ -49,16 +49,23 @@ class GatewayClient:
     Args:
         num_retries: repeats of a request after a lost connection. A silent gateway is not asked
             again.
+        prefix: first characters of all paths.
         silent_s: seconds without an answer after which the gateway counts as away. A key that
             sends too fast is waited for within the same time.
     """
 
     def __init__(
-        self, url: str, *, num_retries: int = NUM_RETRIES, silent_s: float = SOCKET_TIMEOUT_S
+        self,
+        url: str,
+        *,
+        num_retries: int = NUM_RETRIES,
+        prefix: str = PREFIX,
+        silent_s: float = SOCKET_TIMEOUT_S,
     ) -> None:
         self.gateway: HttpAddress = parse_http(url)
         self._tls = certificates_for(self.gateway)
         self._num_retries = num_retries
+        self._prefix = prefix
         self._silent_s = silent_s
         self._pid = os.getpid()
         self._http: httpx2.Client | None = None
@@ -92,7 +99,7 @@ class GatewayClient:
             options["headers"] = {"Content-Type": JSON}
         if query:
             options["params"] = dict(query)
-        answer = self._answered(method, PREFIX + path, options, time.monotonic() + silent_s)
+        answer = self._answered(method, self._prefix + path, options, time.monotonic() + silent_s)
         return content_of(answer, self.gateway)
 
     def close(self) -> None:
@@ -248,7 +255,24 @@ def _problem(answer: httpx2.Response) -> Mapping[str, Any]:
         found = json.loads(answer.content)
     except ValueError:
         return {}
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    content = cast("dict[str, Any]", found)
+    if isinstance(error := content.get("error"), dict):
+        return _as_problem(cast("dict[str, Any]", error), answer)
+    return content
+
+
+def _as_problem(error: Mapping[str, Any], answer: httpx2.Response) -> Mapping[str, Any]:
+    """Return the problem document of an error in the shape of the OpenAI API."""
+    pause = answer.headers.get("retry-after", "")
+    return {
+        "type": f"{TYPE_PREFIX}{error['code']}" if error.get("code") else "",
+        "status": answer.status_code,
+        "detail": error.get("message"),
+        "field": error.get("param"),
+        "retry_after_s": float(pause) if pause.isdecimal() else None,
+    }
 
 
 def _media_type(answer: httpx2.Response) -> str:

@@ -31,6 +31,9 @@ from turnstream.store.waits.bounded_call import StoreWait
 from turnstream.types import Leftover, TrajectoryKey, VersionAnnounced
 from turnstream.types.names import RunId, checked_run_name, checked_setting, encode_run
 
+AGENTS: Final = "/openai/v1"
+"""First characters of the paths of agents."""
+
 _MAX_PROMPTS: Final = 8_192
 """Prompts of one request, at most."""
 
@@ -184,6 +187,18 @@ class GatewayCalls:
 
     def _changed(self, run: RunId, change: str, **content: str) -> bool:
         return bool(self._client.post(f"{_path(run)}/{change}", content or None)["changed"])
+
+
+def new_session(url: str, run: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Make a session key at the gateway of this address; return the answer."""
+    with contextlib.closing(GatewayClient(url)) as client:
+        return client.post(f"{_path(run)}/sessions", content)
+
+
+def end_session(url: str, content: Mapping[str, Any]) -> None:
+    """Seal or abandon the trajectory of the session key in this address of a gateway."""
+    with contextlib.closing(GatewayClient(url, prefix=AGENTS)) as client:
+        client.post("/session/end", content)
 
 
 def _path(run: str) -> str:

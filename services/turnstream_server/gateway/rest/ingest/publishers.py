@@ -52,16 +52,18 @@ logger = logging.getLogger(__name__)
 class Slot:
     """The place of one trajectory in the cache. The request that writes it holds the lock.
 
-    `writer` is None while it is not open here; `used_s` is the time of the last request.
+    `writer` is None while it is not open here; `used_s` is the time of the last request. Until
+    `kept_until_s` it is not dropped as silent, so that its lease is renewed. Both are loop times.
     """
 
-    __slots__ = ("key", "lock", "used_s", "writer")
+    __slots__ = ("kept_until_s", "key", "lock", "used_s", "writer")
 
     def __init__(self, key: TrajectoryKey) -> None:
         self.key = key
         self.lock = asyncio.Lock()
         self.writer: IngestWriter | None = None
         self.used_s = 0.0
+        self.kept_until_s = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -179,10 +181,15 @@ class RunWriter(AsyncPublisher):
         self._remove(slot)
 
     def drop_silent(self, now_s: float) -> None:
-        """Drop the trajectories that no request has named for a lease."""
+        """Drop the trajectories that no request has named for a lease, except kept ones."""
         for slot in list(self.slots.values()):
-            if not slot.lock.locked() and now_s - slot.used_s > self.lease_s:
+            is_silent = now_s - slot.used_s > self.lease_s and now_s >= slot.kept_until_s
+            if is_silent and not slot.lock.locked():
                 self.drop(slot)
+
+    def has_kept(self, now_s: float) -> bool:
+        """Return whether a trajectory is kept, also without requests."""
+        return any(now_s < slot.kept_until_s for slot in self.slots.values())
 
     def oldest(self) -> Iterator[tuple[float, int, RunWriter, Slot]]:
         """Yield the trajectories that may be dropped, the most silent first.
@@ -306,10 +313,11 @@ async def _drop_silent(writers: RunWriters, now_s: float) -> None:
     for name, each in list(writers.items()):
         if each.num_active:
             continue
-        if now_s - each.used_s > each.lease_s:
+        is_silent = now_s - each.used_s > each.lease_s
+        if is_silent and not each.has_kept(now_s):
             del writers[name]
             await _close(each)
-        elif each.is_shared:
+        elif is_silent or each.is_shared:
             each.drop_silent(now_s)
 
 

@@ -39,6 +39,7 @@ from turnstream_server.gateway.rest.ingest.publishers import Publishers
 from turnstream_server.gateway.rest.ingest.writes import Write
 from turnstream_server.gateway.rest.problems import Problem, named_reasons, problem_of, response
 from turnstream_server.gateway.state import Gateway
+from turnstream_server.keys.records import ApiKey
 from turnstream_server.telemetry.instruments import counter
 
 router = APIRouter(tags=["ingest"])
@@ -113,6 +114,11 @@ class RequestKeys:
             )
 
 
+def writer_of(key: ApiKey) -> str:
+    """Return the writer of the requests of a key that name none."""
+    return f"http-{key.name}"
+
+
 def add_ingest_state(app: FastAPI, gateway: Gateway) -> None:
     """Add what the ingest routes share; publishers are closed with the resources of the gateway."""
     publishers = Publishers(gateway.options.redis_url, gateway.client)
@@ -129,7 +135,7 @@ class IngestCall:
     ) -> None:
         self.run = run
         self.caller = caller
-        self.writer_name = writer or f"http-{caller.key.name}"
+        self.writer_name = writer or writer_of(caller.key)
         self._is_shared = writer is None
         self._request = request
         self._key = key

@@ -6,6 +6,12 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
 from turnstream.errors import ConflictError, RejectedError
+from turnstream.generator.api.sessions import (
+    AgentSession,
+    AgentSessionBase,
+    AsyncAgentSession,
+    SessionMaker,
+)
 from turnstream.generator.api.trajectory_core import (
     TrajectoryWriterBase,
     reason_of,
@@ -24,13 +30,14 @@ _NOT_STARTED: Final = "never started"
 
 _Sender = TypeVar("_Sender", bound=Sender[Any])
 _Writer = TypeVar("_Writer", bound=TrajectoryWriterBase[Any, Any])
+_Session = TypeVar("_Session", bound=AgentSessionBase)
 
 
 class GroupWriterBase(Generic[_Sender, _Writer]):
     """A group being written, with a writer per sample.
 
     `make_writer` returns the writer of an open trajectory. `reopen` finds the unfinished samples of
-    a group that may exist; it is None if the group must be new.
+    a group that may exist; it is None if the group must be new. `sessions` makes those of agents.
     """
 
     _entered_by: ClassVar[str]
@@ -43,12 +50,15 @@ class GroupWriterBase(Generic[_Sender, _Writer]):
         *,
         make_writer: Callable[[GroupOpened, TrajectoryKey, TrajectoryQueue | None], _Writer],
         reopen: Callable[[GroupOpened], Awaitable[Reopened[_Writer]]] | None,
+        sessions: SessionMaker,
     ) -> None:
         self._sender = sender
         self._outbox = outbox
         self._make_writer = make_writer
         self._reopen = reopen
         self._group = group
+        self._sessions = sessions
+        self._has_sessions = False
         self._is_open = False
         self._queues: dict[int, TrajectoryQueue] = {}
         self._writers: dict[int, _Writer] = {}
@@ -80,12 +90,26 @@ class GroupWriterBase(Generic[_Sender, _Writer]):
         """Yield the writers of all samples in order; with `exist_ok`, of the unfinished ones."""
         return map(self.trajectory, self._samples)
 
+    async def _session(self, kind: type[_Session], **options: Any) -> _Session:
+        if self._is_open:
+            raise RejectedError(
+                f"group {self._group.group_id!r} is open under this publisher: take sessions of a "
+                f"group that is not in {self._entered_by}"
+            )
+        made = await self._sessions.make(kind, self._group, **options)
+        self._has_sessions = True
+        return made
+
     @property
     def _samples(self) -> list[int]:
         return sorted({*self._queues, *self._writers})
 
     async def _enter(self) -> None:
         """Open all samples, or those that a group which may exist still needs."""
+        if self._has_sessions:
+            raise RejectedError(
+                f"group {self._group.group_id!r} has sessions of agents, which open its samples"
+            )
         try:
             if self._reopen is None:
                 await self._open(dict.fromkeys(range(self._group.num_samples), 0))
@@ -141,6 +165,56 @@ class GroupWriter(GroupWriterBase[ThreadSender, TrajectoryWriter]):
 
     _entered_by = "`with`"
 
+    def session(
+        self,
+        sample: int = 0,
+        *,
+        attempt: int = 0,
+        policy: str = "",
+        max_calls: int | None = None,
+        max_tokens: int | None = None,
+        expires_in_s: int | None = None,
+        may_seal: bool = True,
+        gateway: str | None = None,
+    ) -> AgentSession:
+        """Return the session of one sample: an agent's model calls become its turns.
+
+        Nothing is opened: the first model call opens the trajectory, under the writer of the
+        gateway. So the group must not be entered. Limits that are None are those of the gateway.
+
+        Args:
+            sample: from 0 to `num_samples` - 1.
+            attempt: number of the retry of an abandoned sample.
+            policy: name of the model whose calls are stored; "" stores every call.
+            max_calls: stored calls, at most.
+            max_tokens: prompt and sampled tokens of all stored calls, at most.
+            expires_in_s: seconds until the session ends; an hour by default, seven days at most.
+            may_seal: whether the agent may seal or abandon the trajectory; the session may.
+            gateway: `http://host:port` of the gateway; None for that of the publisher, else of
+                TURNSTREAM_GATEWAY_URL. Its key is in the address, `http://:KEY@host`, or is that of
+                the environment.
+
+        Raises:
+            InvalidTurnError: a value is wrong, or the group has `num_needed` or is an evaluation.
+            InvalidConfigError: there is no address of a gateway.
+            RejectedError: the group is open here.
+            AccessDeniedError: the key may not write the run.
+            StoreUnavailableError: the gateway or the store did not answer.
+        """
+        return self._sender.run(
+            self._session(
+                AgentSession,
+                sample=sample,
+                attempt=attempt,
+                policy=policy,
+                max_calls=max_calls,
+                max_tokens=max_tokens,
+                expires_in_s=expires_in_s,
+                may_seal=may_seal,
+                gateway=gateway,
+            )
+        )
+
     def __enter__(self) -> Self:
         self._sender.run(self._enter())
         return self
@@ -153,6 +227,31 @@ class AsyncGroupWriter(GroupWriterBase[Sender[Any], AsyncTrajectoryWriter]):
     """A group being written; made by `AsyncPublisher.group`. See `GroupWriter`."""
 
     _entered_by = "`async with`"
+
+    async def session(
+        self,
+        sample: int = 0,
+        *,
+        attempt: int = 0,
+        policy: str = "",
+        max_calls: int | None = None,
+        max_tokens: int | None = None,
+        expires_in_s: int | None = None,
+        may_seal: bool = True,
+        gateway: str | None = None,
+    ) -> AsyncAgentSession:
+        """Return the session of one sample. See `GroupWriter.session`."""
+        return await self._session(
+            AsyncAgentSession,
+            sample=sample,
+            attempt=attempt,
+            policy=policy,
+            max_calls=max_calls,
+            max_tokens=max_tokens,
+            expires_in_s=expires_in_s,
+            may_seal=may_seal,
+            gateway=gateway,
+        )
 
     async def __aenter__(self) -> Self:
         await self._enter()

@@ -21,6 +21,7 @@ from turnstream.errors import (
     TurnstreamError,
 )
 from turnstream.generator.api.group_writers import GroupWriterBase
+from turnstream.generator.api.sessions import SessionMaker
 from turnstream.generator.api.trajectory_core import TrajectoryWriterBase
 from turnstream.generator.api.work import Reopened, WorkQueue, adopt_trajectory, adopt_unfinished
 from turnstream.generator.encode.encoder import AdoptedTurn, DraftedGroup, draft_group
@@ -92,6 +93,7 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         self._sender = self._make_sender(self._transport)
         self._unread_failures: list[PendingWrite] = []
         self._work = WorkQueue(self._outbox.writer)
+        self._sessions = SessionMaker(url, lambda: self._found(self._calls("no session was made")))
 
     def group(
         self,
@@ -133,7 +135,12 @@ class PublisherCore(ABC, Generic[_Receipt, _GroupWriter, _Writer]):
         )
         reopen = self._reopen if flag(exist_ok, field="exist_ok") else None
         return self._group_kind(
-            self._sender, self._outbox, group, make_writer=self._writer, reopen=reopen
+            self._sender,
+            self._outbox,
+            group,
+            make_writer=self._writer,
+            reopen=reopen,
+            sessions=self._sessions,
         )
 
     def trajectory(
