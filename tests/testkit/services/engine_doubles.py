@@ -49,6 +49,16 @@ class Streamed(Response):
         self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the parts until the client disconnects."""
+        sending = asyncio.create_task(self._send(send))
+        leaving = asyncio.create_task(_disconnect(receive))
+        await asyncio.wait([sending, leaving], return_when=asyncio.FIRST_COMPLETED)
+        for task in (sending, leaving):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sending
+
+    async def _send(self, send: Send) -> None:
         """Send the parts; an application that returns early is disconnected."""
         headers: Any = self.raw_headers
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -56,6 +66,11 @@ class Streamed(Response):
             async for part in self._parts:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class EngineApp:

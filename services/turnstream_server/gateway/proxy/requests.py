@@ -12,9 +12,9 @@ from typing import Any, Final, Literal, NamedTuple
 
 from turnstream.errors import InvalidConfigError
 from turnstream.types.names import quoted
+from turnstream_server.gateway.config import EngineKind
 
 Route = Literal["chat/completions", "completions"]
-Kind = Literal["vllm", "sglang", "hosted"]
 
 MAX_CHOICES: Final = 64
 """Most choices of one call (`n`)."""
@@ -65,7 +65,7 @@ def wanted_of(body: Mapping[str, Any]) -> Wanted:
     )
 
 
-def engine_body(body: Mapping[str, Any], *, route: Route, kind: Kind) -> dict[str, Any]:
+def engine_body(body: Mapping[str, Any], *, route: Route, kind: EngineKind) -> dict[str, Any]:
     """Return the body for an engine, which asks for everything that a turn has.
 
     Only vLLM is asked for a stream. Streams of SGLang name no version of the weights, and their
