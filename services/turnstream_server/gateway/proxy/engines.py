@@ -77,6 +77,10 @@ class HostedModels(Protocol):
         """Return the cards of the model, as `/v1/models` has them."""
         ...
 
+    async def close(self) -> None:
+        """End the work."""
+        ...
+
 
 class Engines:
     """The engines of one gateway process, an async context manager.
@@ -119,6 +123,8 @@ class Engines:
                 headers=self._headers, timeout=timeout, limits=limits, verify=context
             )
             self._pools.append(await self._exit.enter_async_context(pool))
+        if self._hosted is not None:
+            self._exit.push_async_callback(self._hosted.close)
         return self
 
     async def __aexit__(self, *_: object) -> None:
