@@ -142,7 +142,7 @@ def prompt_of(body: Mapping[str, Any], knobs: Knobs) -> list[int]:
 
 
 def sample(body: Mapping[str, Any], prompt: Sequence[int], index: int, knobs: Knobs) -> Sample:
-    """Return a choice: that of `replies`, or one that prompt, seed and index determine."""
+    """Return a choice: the next of `replies`, else one made of prompt, seed and index."""
     limit = body.get("max_completion_tokens") or body.get("max_tokens") or knobs.max_length
     limit = min(limit, knobs.max_length - len(prompt))
     ids = [*encode(_text(body, prompt, index, knobs)), END][:limit]

@@ -214,7 +214,7 @@ class HostedSampler:
         return result
 
     def _cancel(self, request_id: RequestId) -> None:
-        """Cancel a sample for which nobody waits; its sampler drops it."""
+        """Cancel a sample that no call awaits; its sampler drops it."""
 
         async def call() -> None:
             with contextlib.suppress(TurnstreamError):

@@ -1,4 +1,4 @@
-"""Bodies for engines and answers for agents: what is added for a turn is removed again."""
+"""Bodies for engines and answers for agents: fields added for a turn are removed again."""
 
 from __future__ import annotations
 
