@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,13 +66,21 @@ def start_batcher(settings: Settings, given: ListenOptions) -> None:
 
 
 def start_gateway(
-    settings: Settings, given: ListenOptions, *, folder: Path | None, url: str = ""
+    settings: Settings,
+    given: ListenOptions,
+    *,
+    folder: Path | None,
+    url: str = "",
+    engines: Sequence[str],
+    engine_timeout_s: float,
 ) -> None:
     """Serve HTTP until SIGTERM or SIGINT, as soon as the store answers."""
     from turnstream_server.batcher.assembly.assembler import read_share
-    from turnstream_server.gateway.config import GatewayOptions
+    from turnstream_server.gateway.config import EngineAddress, GatewayOptions
     from turnstream_server.gateway.service import run_gateway
 
+    addresses = tuple(map(EngineAddress.parse, engines))
+    api_key = settings.engine_api_key.get_secret_value() if settings.engine_api_key else ""
     readiness, redis_url = _reach_store(settings, given, service="gateway")
     listen = given.listen or f"{settings.http_host}:{settings.http_port}"
     options = GatewayOptions(
@@ -86,6 +95,9 @@ def start_gateway(
         tls=read_tls(settings.tls_cert, settings.tls_key),
         readiness=readiness,
         durability=settings.durability,
+        engines=addresses,
+        engine_timeout_s=engine_timeout_s,
+        engine_api_key=api_key,
     )
     run_gateway(options)
 

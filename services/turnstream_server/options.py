@@ -80,6 +80,16 @@ MetricsListen = Annotated[
 ]
 
 
+Engines = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine",
+        metavar="vllm=URL|sglang=URL|hosted=MODEL",
+        help="Inference server for the model calls of agents. Several are allowed.",
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenOptions:
     """Options of a batcher or a gateway; `listen` is "host:port", None for the settings'."""

@@ -64,6 +64,7 @@ class Settings(BaseSettings):
         metrics_listen: "host:port" or "port" for /metrics, /healthz and /readyz of each service;
             empty for none.
         push_api_key: bearer token for the inference servers to which a trainer pushes weights.
+        engine_api_key: bearer token for the inference servers to which a gateway passes calls.
         failpoint: place at which the process is to die, for tests; see failpoints.py.
     """
 
@@ -99,6 +100,7 @@ class Settings(BaseSettings):
     log_format: Literal["text", "json"] = "text"
     metrics_listen: str = ""
     push_api_key: SecretStr | None = None
+    engine_api_key: SecretStr | None = None
     failpoint: str = ""
 
     def with_password(self, url: str) -> str:

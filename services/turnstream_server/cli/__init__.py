@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from turnstream.errors import TurnstreamError
 from turnstream_server.cli import dead, key, run, store
 from turnstream_server.cli.options import console, environment, interruptible
-from turnstream_server.options import DemoOptions, ReplayOptions, with_options
+from turnstream_server.options import DemoOptions, Engines, ReplayOptions, with_options
 
 
 class _Commands(TyperGroup):
@@ -99,6 +99,7 @@ def up(
         ),
     ] = None,
     http_port: Annotated[int | None, _port("the HTTP API, by default 7601")] = None,
+    engine: Engines = None,
 ) -> None:
     """Run store, batcher and gateway until Ctrl-C; generators and trainers connect to them.
 
@@ -115,6 +116,7 @@ def up(
             num_batchers=batchers,
             console=console(),
             base_models=base_model or (),
+            engines=engine or (),
         )
 
 

@@ -12,7 +12,7 @@ from turnstream.errors import InvalidConfigError
 from turnstream_server.cli.options import environment, group, interruptible
 from turnstream_server.engine.options import EngineOptions
 from turnstream_server.generators.config import LiveGeneratorConfig, ReplayConfig
-from turnstream_server.options import ListenOptions, MetricsListen, with_options
+from turnstream_server.options import Engines, ListenOptions, MetricsListen, with_options
 from turnstream_server.sampling.config import SamplerOptions
 from turnstream_server.trainer.config import TrainerConfig
 
@@ -55,12 +55,23 @@ def gateway(
             "Default: TURNSTREAM_HTTP_URL, or the Host of the request.",
         ),
     ] = "",
+    engine: Engines = None,
+    engine_timeout: Annotated[
+        float, typer.Option(min=1, help="Longest silence of an engine during a call, in seconds.")
+    ] = 600.0,
     end_with_stdin: EndWithStdin = False,
 ) -> None:
     """Serve the Tinker API over HTTP."""
     from turnstream_server import bootstrap
 
-    bootstrap.start_gateway(environment(), options, folder=folder, url=url)
+    bootstrap.start_gateway(
+        environment(),
+        options,
+        folder=folder,
+        url=url,
+        engines=engine or (),
+        engine_timeout_s=engine_timeout,
+    )
 
 
 @app.command()

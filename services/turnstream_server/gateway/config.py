@@ -2,16 +2,60 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, cast
+from urllib.parse import urlsplit
 
+from turnstream.errors import InvalidConfigError
 from turnstream_server.operations.sessions import DEFAULT_SILENCE_S
 from turnstream_server.telemetry.readiness import Readiness
 from turnstream_server.tls import Tls
 
 if TYPE_CHECKING:
     from turnstream.records.batches import EncodedMiniBatch
+
+
+EngineKind = Literal["vllm", "sglang", "hosted"]
+
+ENGINE_TIMEOUT_S: Final = 600.0
+
+
+class EngineAddress(NamedTuple):
+    """An inference server to which the capture proxy passes calls.
+
+    Attributes:
+        kind: its API.
+        url: address without a slash at its end; for "hosted" the name of a base model, or
+            `MODEL_ID/sampler path`.
+    """
+
+    kind: EngineKind
+    url: str
+
+    @classmethod
+    def parse(cls, text: str) -> EngineAddress:
+        """Return the address in `KIND=URL`; InvalidConfigError for another text.
+
+        >>> EngineAddress.parse("vllm=http://10.0.0.7:8000/v1")
+        EngineAddress(kind='vllm', url='http://10.0.0.7:8000')
+        >>> EngineAddress.parse("hosted=tiny").url
+        'tiny'
+        """
+        kind, _, url = text.partition("=")
+        if kind == "hosted" and url:
+            return cls(kind, url)
+        with suppress(ValueError):  # the port is no number
+            parts = urlsplit(url)
+            is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            if kind in ("vllm", "sglang") and is_address and not parts.query + parts.fragment:
+                return cls(cast(EngineKind, kind), url.rstrip("/").removesuffix("/v1"))
+        message = f"{text!r} is not vllm=URL, sglang=URL or hosted=MODEL"
+        raise InvalidConfigError("--engine", f"{message}, such as vllm=http://10.0.0.7:8000")
+
+    def __str__(self) -> str:
+        return f"{self.kind}={self.url}"
 
 
 class ReadShare(Protocol):
@@ -45,6 +89,9 @@ class GatewayOptions:
         shutdown_grace_s: time for requests in progress after a request to stop.
         readiness: receives the checks of the dependencies.
         durability: "everysec" or "fsync", which the store must have.
+        engines: inference servers of the capture proxy; none of them is given by a request.
+        engine_timeout_s: longest silence of an engine during a call.
+        engine_api_key: bearer token for the engines; empty: none.
     """
 
     redis_url: str
@@ -63,3 +110,6 @@ class GatewayOptions:
     shutdown_grace_s: float = 5.0
     readiness: Readiness = field(default_factory=lambda: Readiness("gateway"))
     durability: str = "everysec"
+    engines: tuple[EngineAddress, ...] = ()
+    engine_timeout_s: float = ENGINE_TIMEOUT_S
+    engine_api_key: str = field(default="", repr=False)

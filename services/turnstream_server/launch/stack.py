@@ -142,7 +142,7 @@ class Stack:
         return self.start_listening("batcher", name, listen=listen)
 
     def start_listening(
-        self, kind: str, name: str, *, waits: bool = True, **options: object
+        self, kind: str, name: str, *arguments: str, waits: bool = True, **options: object
     ) -> Service:
         """Start a service that writes its address to a file, and return once it has.
 
@@ -150,7 +150,7 @@ class Stack:
         """
         address_file = self._address_file(name)
         address_file.unlink(missing_ok=True)
-        service = self.start(kind, name, address_file=address_file, **options)
+        service = self.start(kind, name, *arguments, address_file=address_file, **options)
         if waits:
             self.wait_for_address(service)
         return service

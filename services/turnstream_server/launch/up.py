@@ -13,6 +13,7 @@ from rich.console import Console
 
 from turnstream.errors import InvalidConfigError
 from turnstream.store.client.connection import connect
+from turnstream_server.gateway.config import EngineAddress
 from turnstream_server.launch.stack import Stack
 from turnstream_server.ledger.core.stores import open_store
 from turnstream_server.operations.models import read_bases
@@ -34,11 +35,15 @@ def run_up(
     num_batchers: int,
     console: Console,
     base_models: Sequence[str] = (),
+    engines: Sequence[str] = (),
 ) -> None:
     """Run until interrupted; print where to connect.
 
-    With base models, as for `serve engine`, clients of the Tinker API can train them.
+    With base models, as for `serve engine`, clients of the Tinker API can train them. The gateway
+    passes model calls of agents to the engines.
     """
+    for each in engines:
+        EngineAddress.parse(each)
     folder = folder.absolute()
     host, first = settings.batcher_host, settings.batcher_port
     ports = [first + number if first else 0 for number in range(num_batchers)]
@@ -60,7 +65,7 @@ def run_up(
             for number, port in enumerate(ports)
         ]
         listen = f"{settings.http_host}:{settings.http_port}"
-        http_url = start_gateway(stack, folder=folder, listen=listen)
+        http_url = start_gateway(stack, folder=folder, listen=listen, engines=engines)
         for batcher in batchers:
             stack.wait_for_address(batcher)
         found = [
@@ -96,10 +101,12 @@ def _require_free(port: int, *, host: str, option: str) -> None:
             ) from error
 
 
-def start_gateway(stack: Stack, *, folder: Path, listen: str) -> str:
+def start_gateway(stack: Stack, *, folder: Path, listen: str, engines: Sequence[str] = ()) -> str:
     """Start a gateway for the hosted models in a folder, and return its URL."""
     folder /= _MODELS
-    address = stack.start_listening("gateway", "gateway", folder=folder, listen=listen).address
+    named = [f"--engine={each}" for each in engines]
+    gateway = stack.start_listening("gateway", "gateway", *named, folder=folder, listen=listen)
+    address = gateway.address
     return address if "://" in address else f"http://{address}"
 
 

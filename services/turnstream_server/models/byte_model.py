@@ -21,6 +21,11 @@ SPECIAL_TOKENS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>
 
 _NUM_BYTES: Final = 256
 
+_CHAT_TEMPLATE: Final = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 
 def write_byte_model(folder: Path, spec: SmallModelSpec | None = None) -> None:
     """Write a model and its tokenizer into a new folder, in Hugging Face layout."""
@@ -50,4 +55,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(each, special=True) for each in SPECIAL_TOKENS])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL_TOKENS[0])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=SPECIAL_TOKENS[0], chat_template=_CHAT_TEMPLATE
+    )

@@ -101,6 +101,10 @@ ADDRESSES = {
         ("run list", {"REDIS_URL": "redis://127.0.0.1:1/0"}, "^error: the store at 127.0.0.1:1 "),
         ("replay none.jsonl --tokenizer .", {}, "none.jsonl"),
         *(
+            (f"{command} --engine vllm=10.0.0.7", {}, "^error: --engine: 'vllm=10.0.0.7' is not ")
+            for command in ("up", "serve gateway")
+        ),
+        *(
             (f"{command} --redis {address}", {}, f"^error: --redis: .*{re.escape(form)}$")
             for command in ("run list", "serve batcher")
             for address, form in ADDRESSES.items()

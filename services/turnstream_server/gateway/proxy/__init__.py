@@ -1,1 +1,1 @@
-"""The capture proxy: the model calls of an agent, stored as turns of one trajectory."""
+"""The capture proxy: model calls of agents, passed on to inference servers and stored as turns."""
