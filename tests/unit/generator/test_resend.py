@@ -11,6 +11,7 @@ from turnstream.generator.encode.encoder import TurnRecord
 from turnstream.generator.outbox.receipts import PendingWrite
 from turnstream.generator.outbox.resend import KeptWrite, ResendBuffer
 from turnstream.generator.outbox.writes import Admission, TrajectoryQueue
+from turnstream.generator.requests import AppendTurns
 from turnstream.generator.transport.transport import num_replies
 from turnstream.store.run.rewards import encode_reward
 from turnstream.types import GroupOpened, TrajectoryKey, TurnShape
@@ -85,10 +86,11 @@ def test_turn_after_resent_ones_names_the_bytes_before_it() -> None:
     driver.append(queue, "E")
     after = driver.take_round()
 
-    (resent,), (added,) = again.calls, after.calls
-    num_resent = sum(map(len, resent.request.records))
-    assert (len(resent.request.records), resent.request.bytes_before) == (2, 0)
-    assert added.request.bytes_before == num_resent
+    resent, added = [sent.calls[0].request for sent in (again, after)]
+    assert isinstance(resent, AppendTurns)
+    assert isinstance(added, AppendTurns)
+    assert (len(resent.records), resent.bytes_before) == (2, 0)
+    assert added.bytes_before == sum(map(len, resent.records))
 
 
 def test_a_seal_is_sent_again_after_its_turns_were_proven() -> None:
