@@ -29,6 +29,8 @@ from turnstream.errors import (
 )
 from turnstream.types.names import quoted
 from turnstream_server.gateway.bodies import disconnected, json_response
+from turnstream_server.gateway.proxy.engines import Engines
+from turnstream_server.gateway.proxy.routes import KEY_PREFIX, PATH_PREFIX, make_proxy_apps
 from turnstream_server.gateway.rest.app import PREFIX as REST_PREFIX
 from turnstream_server.gateway.rest.app import make_rest_app
 from turnstream_server.gateway.routes import (
@@ -64,8 +66,8 @@ _STATUSES: Final[dict[type[Exception], int]] = {
 }
 
 
-def make_app(gateway: Gateway) -> FastAPI:
-    """Return the application."""
+def make_app(gateway: Gateway, engines: Engines | None = None) -> FastAPI:
+    """Return the application; without engines, model calls of agents are refused."""
     app = FastAPI(openapi_url=None)  # its pages would need no key
     app.router.redirect_slashes = False
     app.state.gateway = gateway
@@ -74,7 +76,11 @@ def make_app(gateway: Gateway) -> FastAPI:
     for group in (sessions, downloads):
         app.include_router(group.public, prefix=PREFIX)
     app.include_router(router)
-    app.router.routes.append(_mount(REST_PREFIX, make_rest_app(gateway)))
+    rest = make_rest_app(gateway)
+    app.router.routes.append(_mount(REST_PREFIX, rest))
+    by_key, by_path = make_proxy_apps(gateway, engines or Engines(()), rest.state.publishers)
+    app.router.routes.append(_mount(KEY_PREFIX, by_key))
+    app.router.routes.append(_mount(PATH_PREFIX, by_path))
     for kind in _STATUSES:
         app.add_exception_handler(kind, _refuse)
     app.add_exception_handler(UnavailableError, _unavailable)

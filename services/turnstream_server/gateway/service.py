@@ -21,6 +21,7 @@ from turnstream_server.gateway.app import make_app
 from turnstream_server.gateway.config import GatewayOptions
 from turnstream_server.gateway.observing import ObservedApp
 from turnstream_server.gateway.polls import Polls
+from turnstream_server.gateway.proxy.hosted import engines_of
 from turnstream_server.gateway.state import Gateway, bounded_client
 from turnstream_server.http_server import BACKLOG, listening_socket
 from turnstream_server.interpreter import return_free_memory, tune_process
@@ -92,7 +93,8 @@ async def serving(options: GatewayOptions) -> AsyncIterator[str]:
         await stack.enter_async_context(background(_return_memory_without_end(), name="memory"))
         gateway = Gateway(options, client, polls)
         await stack.enter_async_context(gateway.resources)
-        app = ObservedApp(LimitedApp(make_app(gateway), gateway))
+        engines = await gateway.resources.enter_async_context(engines_of(gateway))
+        app = ObservedApp(LimitedApp(make_app(gateway, engines), gateway))
         _add_checks(options)
         await stack.enter_async_context(_served(app, listener, polls, options))
         stack.push_async_callback(gateway.closing.aclose)

@@ -16,7 +16,8 @@ from turnstream_server.gateway.config import EngineKind
 from turnstream_server.gateway.proxy.requests import chunks_of
 from turnstream_server.gateway.proxy.sse import Event, EventReader, EventStreamError
 
-MAX_ANSWER_BYTES: Final = 64 << 20
+MAX_ANSWER_BYTES: Final = 16 << 20
+"""Bytes of an answer. As Python objects, they take about ten times as many."""
 
 _MAX_EVENT_BYTES: Final = 16 << 20
 """The token ids of a prompt are one event: 2 million tokens."""
@@ -167,7 +168,7 @@ async def read_whole(response: httpx2.Response, *, engine: str) -> dict[str, Any
     """Return the JSON of a response.
 
     Raises:
-        RejectedError: it is larger than 64 MiB.
+        RejectedError: it is larger than MAX_ANSWER_BYTES.
         FailedEngineError: it is cut, or no JSON object.
     """
     body = await _read_body(response, max_bytes=MAX_ANSWER_BYTES)

@@ -43,6 +43,7 @@ _OF_CHOICE: Final = (
     "meta_info",
 )
 _IDS: Final = ("token_ids", "response_token_ids")
+_OF_ENTRY: Final = ("token", "logprob")
 _LOGPROBS: Final = ("content", "tokens", "token_logprobs")
 
 
@@ -210,7 +211,10 @@ def _whole_response(response: Any) -> Any:
         return chunks
     if len(names := {field_of(chunk, "id") for chunk in chunks}) > 1:
         raise InvalidTurnError("id", f"{quoted(sorted(map(str, names)))} are several responses")
-    return _joined(chunks)
+    joined = JoinedStream()
+    for chunk in chunks:
+        joined.add(chunk)
+    return joined.response()
 
 
 def _refuse_other(response: Any) -> None:
@@ -233,27 +237,38 @@ def _is_chunk(chunk: Any) -> bool:
     return choices is not None and all(field_of(each, "message") is None for each in choices)
 
 
-def _joined(chunks: list[Any]) -> dict[str, Any]:
-    choices: dict[Any, dict[str, Any]] = {}
-    response: dict[str, Any] = {}
-    for chunk in chunks:
-        _take_last(response, chunk, _OF_RESPONSE)
+class JoinedStream:
+    """The chunks of a stream as the JSON of one response, without texts and other candidates."""
+
+    def __init__(self) -> None:
+        self._choices: dict[Any, dict[str, Any]] = {}
+        self._response: dict[str, Any] = {}
+        self._num_chunks = 0
+
+    def add(self, chunk: Any) -> None:
+        """Add the next chunk."""
+        self._num_chunks += 1
+        _take_last(self._response, chunk, _OF_RESPONSE)
         for part in field_of(chunk, "choices"):
             number = field_of(part, "index") or 0
-            choice = choices.setdefault(number, {"index": number, "finish_reason": None})
+            choice = self._choices.setdefault(number, {"index": number, "finish_reason": None})
             _take_last(choice, part, _OF_CHOICE)
             _extend(choice, part, _IDS)
             if (logprobs := field_of(part, "logprobs")) is not None:
                 _extend(choice.setdefault("logprobs", {}), logprobs, _LOGPROBS)
-    for number, choice in choices.items():
-        if choice["finish_reason"] is None:
-            raise InvalidTurnError(
-                f"choices[{number}].finish_reason",
-                f"is in none of the {len(chunks)} chunks: the stream has ended early",
-            )
-    response["choices"] = [choice for _, choice in sorted(choices.items())]
-    _check_usage(response)
-    return response
+
+    def response(self) -> dict[str, Any]:
+        """Return the response; InvalidTurnError if a choice has no end, or lacks tokens."""
+        for number, choice in self._choices.items():
+            if choice["finish_reason"] is None:
+                raise InvalidTurnError(
+                    f"choices[{number}].finish_reason",
+                    f"is in none of the {self._num_chunks} chunks: the stream has ended early",
+                )
+        choices = [choice for _, choice in sorted(self._choices.items())]
+        response = self._response | {"choices": choices}
+        _check_usage(response)
+        return response
 
 
 def _take_last(target: dict[str, Any], source: Any, names: tuple[str, ...]) -> None:
@@ -263,8 +278,12 @@ def _take_last(target: dict[str, Any], source: Any, names: tuple[str, ...]) -> N
 
 def _extend(target: dict[str, Any], source: Any, names: tuple[str, ...]) -> None:
     for name in names:
-        if (values := field_of(source, name)) is not None:
-            target.setdefault(name, []).extend(list_of(values, field=name))
+        if (values := field_of(source, name)) is None:
+            continue
+        entries = list_of(values, field=name)
+        if name == "content":  # the entries have the texts of all candidates too
+            entries = [{each: field_of(entry, each) for each in _OF_ENTRY} for entry in entries]
+        target.setdefault(name, []).extend(entries)
 
 
 def _check_usage(response: dict[str, Any]) -> None:

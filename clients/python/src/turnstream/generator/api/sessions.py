@@ -15,7 +15,7 @@ from turnstream.errors import (
     RejectedError,
     TurnstreamError,
 )
-from turnstream.generator.api.trajectory_writers import reason_of, warn_unsealed
+from turnstream.generator.api.trajectory_core import reason_of, warn_unsealed
 from turnstream.generator.encode.group_checks import (
     checked_key,
     checked_metrics,
@@ -32,9 +32,6 @@ GATEWAY_VARIABLE: Final = "TURNSTREAM_GATEWAY_URL"
 
 _SIBLINGS: Final = ("train", "mask", "refuse")
 _LIMITS: Final = ("max_calls", "max_tokens", "expires_in_s")
-
-_MAX_REASON: Final = 1_000
-"""Characters of a reason, which may quote anything; a ledger keeps the first 200."""
 
 _logger = logging.getLogger(__name__)
 
@@ -76,7 +73,7 @@ class AgentSessionBase:
         self._has_ended = True
 
     def _abandon(self, reason: str) -> None:
-        self._end({"abandon": checked_text(reason, field="reason")[:_MAX_REASON]})
+        self._end({"abandon": checked_text(reason, field="reason")})
 
     def _leave(self, error: BaseException | None) -> None:
         """Abandon the trajectory, unless it is sealed, also by the agent."""
