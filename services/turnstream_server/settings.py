@@ -22,7 +22,10 @@ from turnstream.store.client.addresses import (
 from turnstream.store.client.passwords import with_password_of
 from turnstream.types.names import quoted
 
-_OF_CLIENTS: Final = frozenset({"TURNSTREAM_GATEWAY_URL"})
+_OF_AGENTS: Final = (
+    *("RUN", "GROUP", "SAMPLE", "TASK_FILE", "OUTPUT_FILE", "EXIT_STATUS", "OUTCOME"),
+)
+_OF_CLIENTS: Final = frozenset(f"TURNSTREAM_{name}" for name in ("GATEWAY_URL", *_OF_AGENTS))
 _OF_OTHERS: Final = re.compile(r"^TURNSTREAM_TEST_|_SERVICE_(HOST|PORT)|_PORT(_\d+_|$)")
 
 

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from turnstream.errors import TurnstreamError
-from turnstream_server.cli import dead, key, run, store
+from turnstream_server.cli import dead, key, rollout, run, store
 from turnstream_server.cli.options import console, environment, interruptible
 from turnstream_server.options import DemoOptions, Engines, ReplayOptions, with_options
 
@@ -134,6 +134,7 @@ def byte_model(
     write_byte_model(folder, spec)
 
 
+app.add_typer(rollout.app)
 app.add_typer(store.app)
 app.add_typer(run.app, name="run")
 app.add_typer(dead.app, name="dead")

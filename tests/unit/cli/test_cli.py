@@ -14,7 +14,19 @@ from turnstream_server import cli
 from turnstream_server.embedded import EmbeddedServer
 
 TOP = (
-    *("up", "demo", "replay", "config", "status", "why", "text", "ledger", "batch", "evals"),
+    *(
+        "up",
+        "rollout",
+        "demo",
+        "replay",
+        "config",
+        "status",
+        "why",
+        "text",
+        "ledger",
+        "batch",
+        "evals",
+    ),
     *("archive", "plot", "run", "dead", "key", "serve"),
 )
 GROUPS = {

@@ -64,7 +64,7 @@ class GatewayCalls:
 
     def find_run(self, name: str) -> RunId:
         """Return the id of the run that has this name now."""
-        return RunId(self._client.get(f"{_path(name)}/config")["run"])
+        return RunId(self._client.get(f"{run_path(name)}/config")["run"])
 
     def list_runs(self) -> list[RunId]:
         """Return the ids of all runs that the key may use, sorted."""
@@ -78,18 +78,20 @@ class GatewayCalls:
 
     def config(self, run: RunId) -> BatchingConfig:
         """Return the settings in force."""
-        found = self._client.get(f"{_path(run)}/config")
+        found = self._client.get(f"{run_path(run)}/config")
         return decode_config(json.dumps(found["settings"]), run=run)
 
     def revise(self, run: RunId, config: BatchingConfig, *, from_step: int) -> int:
         """Change the settings from a step on; return the number of the revision."""
         check_step(from_step)
         content = {"from_step": from_step, "settings": _settings(config)}
-        return int(self._client.call("PATCH", f"{_path(run)}/config", content=content)["revision"])
+        return int(
+            self._client.call("PATCH", f"{run_path(run)}/config", content=content)["revision"]
+        )
 
     def credit(self, run: RunId) -> Credit:
         """Return how many groups may start now."""
-        found = self._client.get(f"{_path(run)}/credit")
+        found = self._client.get(f"{run_path(run)}/credit")
         reason = found["reason"]
         return Credit(
             num_groups=found["num_groups"],
@@ -120,7 +122,7 @@ class GatewayCalls:
         """Add prompts, in several requests where they are many; return the number ever added."""
         listed, first = checked_prompts(prompts, first=first)
         check_samples(listed, most=self.config(run).max_samples)
-        path = f"{_path(run)}/prompts"
+        path = f"{run_path(run)}/prompts"
         number = first or self._client.post(path, {"prompts": []})["num_added"] + 1
         num_added = 0
         for page in _pages(listed):
@@ -146,14 +148,14 @@ class GatewayCalls:
             "reward": None if reward is None else float(reward),
             "reward_components": {k: float(v) for k, v in (reward_components or {}).items()},
         }
-        (result,) = self._client.post(f"{_path(run)}/rewards", {"items": [item]})["results"]
+        (result,) = self._client.post(f"{run_path(run)}/rewards", {"items": [item]})["results"]
         if (problem := result.get("problem")) is not None:
             raise error_of(problem)
         return RewardOutcome[result["outcome"].upper()]
 
     def newest_version(self, run: RunId) -> VersionAnnounced | None:
         """Return the highest announced version; None before the first."""
-        newest = self._client.get(f"{_path(run)}/versions", limit=1)["newest"]
+        newest = self._client.get(f"{run_path(run)}/versions", limit=1)["newest"]
         return None if newest is None else _announced(newest)
 
     def wait_for_version(self, run: RunId, *, above: int, timeout_s: float) -> VersionAnnounced:
@@ -165,7 +167,7 @@ class GatewayCalls:
                 held_s = wait.block_ms / 1000  # the gateway holds the request for so long
                 limit_s = min(left_s, held_s + SOCKET_TIMEOUT_S)
                 query = {"above": above, "limit": 1, "wait_s": held_s}
-                path = f"{_path(run)}/versions"
+                path = f"{run_path(run)}/versions"
                 found = self._client.call("GET", path, query=query, limit_s=limit_s)
             if found["versions"]:
                 return _announced(found["newest"])
@@ -186,13 +188,13 @@ class GatewayCalls:
         return required(found, where=f"the gateway {address_of(self._url)}")
 
     def _changed(self, run: RunId, change: str, **content: str) -> bool:
-        return bool(self._client.post(f"{_path(run)}/{change}", content or None)["changed"])
+        return bool(self._client.post(f"{run_path(run)}/{change}", content or None)["changed"])
 
 
 def new_session(url: str, run: str, content: Mapping[str, Any]) -> dict[str, Any]:
     """Make a session key at the gateway of this address; return the answer."""
     with contextlib.closing(GatewayClient(url)) as client:
-        return client.post(f"{_path(run)}/sessions", content)
+        return client.post(f"{run_path(run)}/sessions", content)
 
 
 def end_session(url: str, content: Mapping[str, Any]) -> None:
@@ -201,10 +203,10 @@ def end_session(url: str, content: Mapping[str, Any]) -> None:
         client.post("/session/end", content)
 
 
-def _path(run: str) -> str:
+def run_path(run: str) -> str:
     """Return the path of a run below `/v1`; a RunId stands for its id, any other text for a name.
 
-    >>> _path("a/b"), _path(RunId("maze")), _path(RunId("maze~2"))
+    >>> run_path("a/b"), run_path(RunId("maze")), run_path(RunId("maze~2"))
     ('/runs/a%2Fb', '/runs/maze~1', '/runs/maze~2')
     """
     encode_run(run)
