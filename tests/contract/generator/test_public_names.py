@@ -26,6 +26,7 @@ def public_methods(kind: type) -> dict[str, list[str]]:
 
 def test_these_names_are_public() -> None:
     assert turnstream.generator.__all__ == [
+        *("AgentSession", "AsyncAgentSession"),
         *("AsyncGroupWriter", "AsyncPublisher", "AsyncReceipt", "AsyncTask"),
         *("AsyncTrajectoryWriter", "Credit", "CreditReason", "GroupWriter", "LapsedTrajectory"),
         *("Prompt", "Publisher", "PublisherStatistics", "Receipt", "Refill", "RewardOutcome"),

@@ -183,3 +183,9 @@ def shared_stack(default_ports: None, tmp_path_factory: pytest.TempPathFactory) 
 def runner(shared_stack: None, own_folder: Path) -> Runner:
     """Return what runs a page. The pages share a store, and no two of them a run."""
     return Runner()
+
+
+@pytest.fixture
+def new_runner() -> Callable[[], Runner]:
+    """Return what makes a runner, for a page that needs a stack of its own."""
+    return Runner

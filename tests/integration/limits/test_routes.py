@@ -28,11 +28,14 @@ from testkit.requests.largest_requests import (
     deletion,
     events,
     groups,
+    model_call,
+    of_session,
     plain,
     prompts,
     reads,
     rewards,
     sample,
+    session_end,
     sessions,
     small,
     tasks_end,
@@ -41,6 +44,7 @@ from testkit.requests.largest_requests import (
     turns,
 )
 from testkit.runs.large_runs import MAX_RUNS, PLANNED, LargeRun, add_runs, longest_seal
+from testkit.services.engine_doubles import large_engine
 from testkit.services.gateway_process import Cost, GatewayProcess, measured
 from testkit.services.gateways import routes_of, unused_gateway
 from testkit.worst_calls.store import cpu_ms
@@ -118,6 +122,17 @@ LARGEST: Final[dict[str, Entry]] = {
     f"DELETE {_CHECKPOINTS}/{{kind}}/{{name}}": plain,
     f"POST {_CHECKPOINTS}/{{kind}}/{{name}}/publish": plain,
     f"DELETE {_CHECKPOINTS}/{{kind}}/{{name}}/publish": plain,
+    **{
+        f"{route}": entry
+        for base in ("/openai", "/t/{run}/{group}/{sample}")
+        for route, entry in (
+            (f"POST {base}/v1/chat/completions", model_call),
+            (f"POST {base}/v1/completions", model_call),
+            (f"POST {base}/v1/session/end", session_end),
+            (f"GET {base}/v1/session", of_session),
+            (f"GET {base}/v1/models", of_session),
+        )
+    },
 }
 """The largest requests by method and path of their route."""
 
@@ -128,7 +143,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with (
         EmbeddedServer() as server,
         connect(server.url) as client,
-        GatewayProcess(server.url, file) as gateway,
+        large_engine() as engine,
+        GatewayProcess(server.url, file, "--engine", engine) as gateway,
         httpx2.Client(base_url=gateway.base_url, headers=_KEY, timeout=120) as http,
     ):
         register_base(client, BASE)
@@ -203,6 +219,8 @@ def _sent(world: World, route: str, sent: Sent) -> float:
     world.client.slowlog_reset()
     before_ms = cpu_ms(world.client)
     headers = _typed(sent.content_type)
+    if sent.key and path.startswith("/openai"):
+        headers |= {"X-API-Key": sent.key}
     url = f"{url}?{sent.query}" if sent.query else url
     with world.http.stream(method, url, content=sent.body, headers=headers) as answer:
         if sent.events:

@@ -37,7 +37,12 @@ from turnstream.store.run.runs import create_run
 from turnstream.types import GroupOpened, StoredTurn
 from turnstream.wire import tinker_pb2 as wire
 from turnstream.wire.v1 import calls_pb2 as calls_wire
-from turnstream_server.gateway.bodies import MAX_BRACKETS, MAX_JSON_BYTES, MAX_SMALL_BYTES
+from turnstream_server.gateway.bodies import (
+    MAX_BRACKETS,
+    MAX_JSON_BYTES,
+    MAX_QUOTES,
+    MAX_SMALL_BYTES,
+)
 from turnstream_server.gateway.rest.bodies import (
     MAX_ITEMS,
     MAX_MEMBERS_OF_GROUPS,
@@ -88,6 +93,7 @@ class Sent(NamedTuple):
 
     Attributes:
         query: query of the address.
+        key: a session key in place of the API key.
         events: server-sent events that are read; 0 reads the whole response.
         slices: replies of the store in which these events come, at least.
     """
@@ -97,6 +103,7 @@ class Sent(NamedTuple):
     content_type: str = "application/json"
     accepted: tuple[int, ...] = (200,)
     query: str = ""
+    key: str = ""
     events: int = 0
     slices: int = 0
 
@@ -267,6 +274,36 @@ def sessions(world: World) -> Iterator[Sent]:
     yield Sent(path, _json(named))
     yield Sent(path, _json(named) + b" " * (MAX_REST_BYTES - len(_json(named))))
     yield from small(world, most=MAX_REST_BYTES)
+
+
+def model_call(world: World) -> Iterator[Sent]:
+    """A call with many messages, one with much text, and answers of the largest size."""
+    run = world.new_run()
+    url = f"/v1/runs/{run}/sessions"
+    content = {"group_id": "g", "sample": 0, "num_samples": 1}
+    key = world.http.post(url, json=content).raise_for_status().json()["key"]
+    path = {"run": run, "group": "g", "sample": 0}
+    message = {"role": "user", "content": ""}
+    many = [message] * (MAX_QUOTES // 8 - 16)
+    texts = [{"role": "user", "content": "x" * (MAX_JSON_BYTES - 256)}]
+    for messages in (many, texts, [message]):
+        for is_stream in (False, True):
+            body = {"model": "policy", "messages": messages, "prompt": "x", "stream": is_stream}
+            yield Sent(path, _json(body), key=key, accepted=(200, 409))
+
+
+def session_end(world: World) -> Iterator[Sent]:
+    """The end of a session, with all fields of small bodies."""
+    (first, *_) = model_call(world)
+    tags = {f"t{n:02}" * 16: "x" * 60 for n in range(64)}
+    yield first._replace(body=_json({"reward": 1.0, "tags": tags}), accepted=ANY)
+    yield first._replace(body=_json({"abandon": "x" * MAX_REST_BYTES}), accepted=ANY)
+
+
+def of_session(world: World) -> Iterator[Sent]:
+    """A route of a session without a body."""
+    (first, *_) = model_call(world)
+    yield first._replace(body=b"", accepted=ANY)
 
 
 def training(world: World) -> Iterator[Sent]:

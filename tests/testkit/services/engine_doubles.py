@@ -263,6 +263,40 @@ def engine_process(
             process.kill()
 
 
+@contextlib.contextmanager
+def large_engine(num_bytes: int = 8_000_000) -> Iterator[str]:
+    """Serve a double whose answers have so many bytes; yield the text of `--engine`."""
+    entry = {"token": "t", "logprob": -0.5, "bytes": [116], "top_logprobs": []}
+    num_tokens = num_bytes // (len(json.dumps(entry)) + 8) // 64
+    ids = [7] * num_tokens
+
+    async def answer(request: Request) -> Response:
+        asked = await request.body()
+        is_chat = request.url.path.endswith("chat/completions")
+        part = {"message": {"role": "assistant", "content": "t"}} if is_chat else {"text": "t"}
+        logprobs = {"content": [entry] * num_tokens}
+        if not is_chat:
+            logprobs = {"tokens": ["t"] * num_tokens, "token_logprobs": [-0.5] * num_tokens}
+        choices = [
+            {
+                "index": index,
+                "finish_reason": "stop",
+                "token_ids": ids,
+                "logprobs": logprobs,
+                **part,
+                **({} if is_chat else {"prompt_token_ids": [1]}),
+            }
+            for index in range(64)
+        ]
+        content = {"id": "c", "choices": choices, "prompt_token_ids": [len(asked)]}
+        return JSONResponse({"object": "chat.completion" if is_chat else "", **content})
+
+    paths = ("chat/completions", "completions")
+    app = Starlette(routes=[Route(f"/v1/{path}", answer, methods=["POST"]) for path in paths])
+    with serving(app) as url:
+        yield f"vllm={url}"
+
+
 def main() -> None:
     """Serve until the process is killed."""
     parser = argparse.ArgumentParser()

@@ -16,7 +16,7 @@ from turnstream_server.gateway.config import EngineKind
 from turnstream_server.gateway.proxy.requests import chunks_of
 from turnstream_server.gateway.proxy.sse import Event, EventReader, EventStreamError
 
-MAX_ANSWER_BYTES: Final = 16 << 20
+MAX_ANSWER_BYTES: Final = 8 << 20
 """Bytes of an answer. As Python objects, they take about ten times as many."""
 
 _MAX_EVENT_BYTES: Final = 16 << 20

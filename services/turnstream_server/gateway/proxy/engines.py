@@ -164,7 +164,7 @@ class Engines:
         Raises:
             InvalidConfigError: an option is not supported; `field` is its name.
             EngineRefusalError: the engine refused the call.
-            RejectedError: the answer is larger than 16 MiB.
+            RejectedError: the answer is larger than 8 MiB.
             UnavailableError: no engine answered, or one was silent, or paused for 60 s.
         """
         if is_captured:

@@ -6,6 +6,7 @@ stored. So an agent that has an answer whole has a stored one.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
@@ -14,15 +15,19 @@ from typing import Any, Final
 
 from turnstream.errors import InvalidTurnError, TurnstreamError
 from turnstream.responses.openai_servers import JoinedStream
+from turnstream_server.gateway.bodies import Parsers
 from turnstream_server.gateway.proxy.engines import EngineAnswer, Engines
 from turnstream_server.gateway.proxy.failures import add_error
 from turnstream_server.gateway.proxy.live_answers import EVENTS, JSON, Answer
 from turnstream_server.gateway.proxy.recording import Recording
 from turnstream_server.gateway.proxy.requests import Route, Wanted, answered, wanted_of
 from turnstream_server.gateway.proxy.sse import DONE, event_bytes
-from turnstream_server.gateway.proxy.turns import IncompleteError, turns_of
+from turnstream_server.gateway.proxy.turns import IncompleteError, num_tokens_of, turns_of
 from turnstream_server.gateway.proxy.versions import NewestVersions
 from turnstream_server.keys.sessions import Session
+
+_IN_LOOP_TOKENS: Final = 4_096
+"""Sampled tokens of an answer whose turns are made in the event loop."""
 
 WAIT_FOR_AGENT_S: Final = 60.0
 """Time for which a whole answer waits for its agent, which may have lost its connection."""
@@ -58,9 +63,10 @@ class ModelCall:
 class CallRunner:
     """Runs model calls."""
 
-    def __init__(self, engines: Engines, versions: NewestVersions) -> None:
+    def __init__(self, engines: Engines, versions: NewestVersions, parsers: Parsers) -> None:
         self._engines = engines
         self._versions = versions
+        self._parsers = parsers
 
     async def run(self, call: ModelCall, name: str, recording: Recording, answer: Answer) -> str:
         """Fill the answer of a call; return why it is incomplete, "" for a whole one.
@@ -88,7 +94,13 @@ class CallRunner:
             else:
                 response = await engine.whole()
                 held.append(_json(answered(response, wanted)))
-        turns = turns_of(response, call=name, model=call.model, newest_version=newest)
+        make = functools.partial(
+            turns_of, response, call=name, model=call.model, newest_version=newest
+        )
+        is_short = num_tokens_of(response) <= _IN_LOOP_TOKENS
+        turns = (
+            make() if is_short else await self._parsers.in_thread(make, owner=call.session.owner)
+        )
         if not await answer.wait_for_follower(timeout_s=WAIT_FOR_AGENT_S):
             raise IncompleteError("the agent has left before its answer was whole")
         await recording.append(turns)

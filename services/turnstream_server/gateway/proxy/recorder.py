@@ -127,7 +127,7 @@ class Recorder:
     def __init__(self, gateway: Gateway, engines: Engines, publishers: Publishers) -> None:
         self._publishers = publishers
         self._client: redis.asyncio.Redis = gateway.client
-        self._runner = CallRunner(engines, NewestVersions(gateway.threads))
+        self._runner = CallRunner(engines, NewestVersions(gateway.threads), gateway.parsers)
         self._sessions = gateway.sessions
         self._known: OrderedDict[tuple[str, TrajectoryKey], _Known] = OrderedDict()
         self._held = Held("model calls", num=MAX_CALLS, num_of_key=MAX_CALLS_OF_KEY)

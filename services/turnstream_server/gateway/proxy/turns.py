@@ -57,6 +57,15 @@ def turns_of(
     return turns
 
 
+def num_tokens_of(response: Mapping[str, Any]) -> int:
+    """Return the sampled tokens of all choices, as far as the response has their ids.
+
+    >>> num_tokens_of({"choices": [{"token_ids": [1, 2]}, {"index": 1}]})
+    2
+    """
+    return sum([len(choice.get("token_ids") or ()) for choice in response["choices"]])
+
+
 def adapter_version(model: str) -> int | None:
     """Return the version in the name of an adapter.
 

@@ -87,7 +87,7 @@ async def test_newer_record_stops_the_run_and_sets_nothing_aside(
     run = cluster.create_run(batch_groups=1)
     await cluster.publish(run, group("g0"))
     with monkeypatch.context() as patched:
-        patched.setattr("turnstream.records.encoding.MAJOR_VERSION", 1)
+        patched.setattr("turnstream.records.encoding.MAJOR_VERSION", 2)
         newer = write_frame(EVENT, SEAL[8:-4].rstrip(b"\0"))
     event_id = add_event(cluster, run, {"r": newer, **posted})
     await cluster.start_batcher()

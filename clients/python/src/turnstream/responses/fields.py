@@ -101,7 +101,9 @@ def field_at(source: Any, name: str) -> Any:
 
 def field_of(source: Any, name: str) -> Any:
     """Return a field of an object or of a JSON mapping; None where there is none."""
-    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+    if type(source) is dict or isinstance(source, Mapping):  # the first is much faster
+        return source.get(name)
+    return getattr(source, name, None)
 
 
 def list_of(values: Any, *, field: str) -> list[Any]:
