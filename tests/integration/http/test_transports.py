@@ -163,7 +163,7 @@ class Mistakes:
             with self.wrong(EndOfRunError), first.group("late", 1):
                 pass
         narrow = self._service.create_run(f"{self._name} narrow", **ONE_GROUP)
-        with narrow.publisher("a", admission_timeout_s=0.5) as publisher:
+        with narrow.publisher("a", admission_timeout_s=2.0) as publisher:
             publisher.publish(group("g")).result()
             with self.wrong(NotReadyError):
                 publisher.publish(group("h")).result()
