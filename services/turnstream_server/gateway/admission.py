@@ -45,6 +45,7 @@ from turnstream_server.gateway.proxy.errors import (
     SESSION_PATHS,
     openai_error,
     openai_error_of,
+    shaped_for,
 )
 from turnstream_server.gateway.rest.app import PREFIX
 from turnstream_server.gateway.rest.bodies import ARROW, JSON
@@ -354,7 +355,7 @@ def _declared_bytes(headers: Headers) -> int:
 
 def _refused(scope: Scope, status: int, text: str) -> Response:
     if _is_proxy(scope):
-        return openai_error(status, text)
+        return shaped_for(scope["path"], openai_error(status, text))
     if _is_rest(scope):
         return response(Problem(type="about:blank", title=text, status=status, detail=text))
     return json_response({"detail": text}, status=status)
@@ -378,7 +379,7 @@ def _too_many_present(owner: str, *, limit: int) -> RejectedError:
 def _answer_to(scope: Scope, error: TurnstreamError) -> Response:
     """Return the answer to an error, in the form of the API of the request."""
     if _is_proxy(scope):
-        return openai_error_of(error)
+        return shaped_for(scope["path"], openai_error_of(error))
     problem = problem_of(error)
     answer = response(problem)
     if _is_rest(scope):

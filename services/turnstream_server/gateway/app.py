@@ -30,7 +30,7 @@ from turnstream.errors import (
 from turnstream.types.names import quoted
 from turnstream_server.gateway.bodies import disconnected, json_response
 from turnstream_server.gateway.proxy.engines import Engines
-from turnstream_server.gateway.proxy.routes import KEY_PREFIX, PATH_PREFIX, make_proxy_apps
+from turnstream_server.gateway.proxy.routes import make_proxy_apps
 from turnstream_server.gateway.rest.app import PREFIX as REST_PREFIX
 from turnstream_server.gateway.rest.app import make_rest_app
 from turnstream_server.gateway.routes import (
@@ -78,9 +78,9 @@ def make_app(gateway: Gateway, engines: Engines | None = None) -> FastAPI:
     app.include_router(router)
     rest = make_rest_app(gateway)
     app.router.routes.append(_mount(REST_PREFIX, rest))
-    by_key, by_path = make_proxy_apps(gateway, engines or Engines(()), rest.state.publishers)
-    app.router.routes.append(_mount(KEY_PREFIX, by_key))
-    app.router.routes.append(_mount(PATH_PREFIX, by_path))
+    proxies = make_proxy_apps(gateway, engines or Engines(()), rest.state.publishers)
+    for prefix, proxy in proxies.items():
+        app.router.routes.append(_mount(prefix, proxy))
     for kind in _STATUSES:
         app.add_exception_handler(kind, _refuse)
     app.add_exception_handler(UnavailableError, _unavailable)

@@ -28,11 +28,13 @@ from testkit.requests.largest_requests import (
     deletion,
     events,
     groups,
+    message_call,
     model_call,
     of_session,
     plain,
     prompts,
     reads,
+    response_call,
     rewards,
     sample,
     session_end,
@@ -128,11 +130,15 @@ LARGEST: Final[dict[str, Entry]] = {
         for route, entry in (
             (f"POST {base}/v1/chat/completions", model_call),
             (f"POST {base}/v1/completions", model_call),
+            (f"POST {base}/v1/responses", response_call),
             (f"POST {base}/v1/session/end", session_end),
             (f"GET {base}/v1/session", of_session),
             (f"GET {base}/v1/models", of_session),
         )
     },
+    "POST /anthropic/v1/messages": message_call,
+    "POST /anthropic/v1/messages/count_tokens": session_end,
+    "GET /anthropic/v1/models": of_session,
 }
 """The largest requests by method and path of their route."""
 
@@ -219,7 +225,7 @@ def _sent(world: World, route: str, sent: Sent) -> float:
     world.client.slowlog_reset()
     before_ms = cpu_ms(world.client)
     headers = _typed(sent.content_type)
-    if sent.key and path.startswith("/openai"):
+    if sent.key and path.startswith(("/openai", "/anthropic")):
         headers |= {"X-API-Key": sent.key}
     url = f"{url}?{sent.query}" if sent.query else url
     with world.http.stream(method, url, content=sent.body, headers=headers) as answer:

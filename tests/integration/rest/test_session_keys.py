@@ -67,9 +67,13 @@ async def doors(url: str, **options: Any) -> AsyncIterator[Doors]:
 
 
 def error_of(answer: httpx2.Response, status: int) -> dict[str, Any]:
-    """Return the error in an answer of the proxy with this status."""
+    """Return the error in an answer of the proxy with this status, in the shape of its API."""
     assert answer.status_code == status, answer.text
     content = answer.json()
+    if answer.request.url.path.startswith("/anthropic/"):
+        assert (content.keys(), content["type"]) == ({"type", "error"}, "error")
+        assert content["error"].keys() == {"type", "message"}
+        return content["error"]
     assert content.keys() == {"error"}
     assert content["error"].keys() == {"message", "type", "param", "code"}
     return content["error"]
@@ -87,7 +91,8 @@ async def test_paths_of_agents_take_session_keys_alone(
                 for given in ("", maker, "tml-other"):
                     error = error_of(await opened.get(path, given), 401)
                     assert "POST /v1/runs/{run}/sessions" in error["message"]
-                    assert error["code"] == "unknown-key"
+                    assert error["type"] == "authentication_error"
+                    assert error.get("code", "unknown-key") == "unknown-key"
                 for answer in (
                     await opened.get(path, text),
                     await opened.get(path, **{"x-api-key": text}),

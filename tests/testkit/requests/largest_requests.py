@@ -292,6 +292,23 @@ def model_call(world: World) -> Iterator[Sent]:
             yield Sent(path, _json(body), key=key, accepted=(200, 409))
 
 
+def message_call(world: World) -> Iterator[Sent]:
+    """The same calls, of the API of Anthropic."""
+    yield from _renamed(world, "messages")
+
+
+def response_call(world: World) -> Iterator[Sent]:
+    """The same calls, of the Responses API."""
+    yield from _renamed(world, "input")
+
+
+def _renamed(world: World, name: str) -> Iterator[Sent]:
+    for sent in model_call(world):
+        body = json.loads(sent.body)
+        kept = {each: body[each] for each in ("model", "stream")}
+        yield sent._replace(body=_json({**kept, name: body["messages"]}))
+
+
 def session_end(world: World) -> Iterator[Sent]:
     """The end of a session, with all fields of small bodies."""
     (first, *_) = model_call(world)

@@ -211,13 +211,18 @@ def is_refusal(status: int) -> bool:
     return 400 <= status < 500
 
 
-def reason_of(body: Mapping[str, Any]) -> str:
-    """Return the sentence in the error of an engine, wherever its body has it.
+def message_of(body: Mapping[str, Any]) -> str:
+    """Return the sentence in an error, wherever its body has it.
 
-    >>> reason_of({"error": {"message": "too long"}}), reason_of({"message": "too long"})
+    >>> message_of({"error": {"message": "too long"}}), message_of({"message": "too long"})
     ('too long', 'too long')
     """
-    return next(_reasons(body), str(body))[:_SHOWN_CHARACTERS]
+    return next(_reasons(body), str(body))
+
+
+def reason_of(body: Mapping[str, Any]) -> str:
+    """Return the sentence in the error of an engine, shortened for another sentence."""
+    return message_of(body)[:_SHOWN_CHARACTERS]
 
 
 def _reasons(body: Mapping[str, Any]) -> Iterator[str]:

@@ -7,24 +7,22 @@ import json
 from fastapi.responses import Response
 
 from turnstream_server.gateway.bodies import json_response
+from turnstream_server.gateway.proxy.answer_blocks import AnswerFormat
 from turnstream_server.gateway.proxy.engines import CutStreamError, EngineRefusalError
-from turnstream_server.gateway.proxy.errors import openai_error, openai_error_of
-from turnstream_server.gateway.proxy.live_answers import JSON, Answer
-from turnstream_server.gateway.proxy.sse import event_bytes
+from turnstream_server.gateway.proxy.errors import headers_of, openai_error, openai_error_of
+from turnstream_server.gateway.proxy.live_answers import JSON, Answer, json_bytes
 from turnstream_server.gateway.proxy.turns import IncompleteError
 
-_OF_BODY = ("content-type", "content-length")
 
-
-def add_error(answer: Answer, error: Exception) -> None:
+def add_error(answer: Answer, error: Exception, form: AnswerFormat) -> None:
     """End an answer with an error: as its response, or as an event if a stream has begun."""
     response = _response_of(error)
+    status, content = response.status_code, json.loads(bytes(response.body))
     if answer.status:
-        answer.add(event_bytes(json.loads(bytes(response.body))))
+        answer.add(form.error_event(status, content))
     else:
-        headers = {name: text for name, text in response.headers.items() if name not in _OF_BODY}
-        answer.begin(response.status_code, JSON, headers)
-        answer.add(bytes(response.body))
+        answer.begin(status, JSON, headers_of(response))
+        answer.add(json_bytes(form.error(status, content)))
     answer.end()
 
 

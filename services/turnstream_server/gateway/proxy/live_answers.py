@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from starlette.types import Receive, Send
 
@@ -18,6 +19,11 @@ JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 
 _NO_HEADERS: Mapping[str, str] = {}
+
+
+def json_bytes(content: Any) -> bytes:
+    """Return JSON as the body of an answer."""
+    return json.dumps(content, separators=(",", ":")).encode()
 
 
 class Answer:
@@ -53,7 +59,9 @@ class Answer:
         self._notify()
 
     def end(self) -> None:
-        """End the answer: no part follows."""
+        """End the answer: no part follows. One that has not begun has failed: its status is 500."""
+        if not self.status:
+            self.begin(500, JSON)
         self.is_whole = True
         self._notify()
 

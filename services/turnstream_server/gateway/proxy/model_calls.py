@@ -7,21 +7,22 @@ stored. So an agent that has an answer whole has a stored one.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from turnstream.errors import InvalidTurnError, TurnstreamError
 from turnstream.responses.openai_servers import JoinedStream
 from turnstream_server.gateway.bodies import Parsers
+from turnstream_server.gateway.proxy.answer_blocks import AnswerFormat, PlainFormat
+from turnstream_server.gateway.proxy.anthropic_api import MessageFormat
 from turnstream_server.gateway.proxy.engines import EngineAnswer, Engines
 from turnstream_server.gateway.proxy.failures import add_error
-from turnstream_server.gateway.proxy.live_answers import EVENTS, JSON, Answer
+from turnstream_server.gateway.proxy.live_answers import EVENTS, JSON, Answer, json_bytes
 from turnstream_server.gateway.proxy.recording import Recording
-from turnstream_server.gateway.proxy.requests import Route, Wanted, answered, wanted_of
-from turnstream_server.gateway.proxy.sse import DONE, event_bytes
+from turnstream_server.gateway.proxy.requests import Route, wanted_of
+from turnstream_server.gateway.proxy.responses_api import ResponseFormat
 from turnstream_server.gateway.proxy.turns import IncompleteError, num_tokens_of, turns_of
 from turnstream_server.gateway.proxy.versions import NewestVersions
 from turnstream_server.keys.sessions import Session
@@ -33,17 +34,22 @@ WAIT_FOR_AGENT_S: Final = 60.0
 """Time for which a whole answer waits for its agent, which may have lost its connection."""
 
 
+Api = Literal["chat/completions", "completions", "messages", "responses"]
+"""Path of a route of agents. The last two are chat completions for engines."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCall:
     """A request of an agent for a model.
 
     Attributes:
-        content: the JSON of `body`.
+        body: the request, as it was sent.
+        content: the JSON of the completion that an engine gets, before `engine_body`.
         is_retry: the agent says that it sends the request again.
     """
 
     session: Session
-    route: Route
+    api: Api
     body: bytes
     content: Mapping[str, Any]
     is_retry: bool
@@ -55,9 +61,22 @@ class ModelCall:
         return model if isinstance(model, str) else ""
 
     @property
+    def route(self) -> Route:
+        """Return the route of an engine."""
+        return "completions" if self.api == "completions" else "chat/completions"
+
+    @property
     def is_stored(self) -> bool:
         """Whether it is a call of the policy; a call of another model is only passed on."""
         return self.session.policy in ("", self.model)
+
+    def new_format(self) -> AnswerFormat:
+        """Return the format of its answer."""
+        if self.api == "messages":
+            return MessageFormat(self.content)
+        if self.api == "responses":
+            return ResponseFormat(self.content)
+        return PlainFormat(wanted_of(self.content) if self.is_stored else None)
 
 
 class CallRunner:
@@ -73,27 +92,33 @@ class CallRunner:
 
         Errors of the engine and the store are the answer.
         """
+        form = call.new_format()
         try:
             if call.is_stored:
-                await self._store(call, name, recording, answer)
+                await self._store(call, name, recording, answer, form)
             else:
-                await self._pass_on(call, answer)
+                await self._pass_on(call, answer, form)
         except (TurnstreamError, IncompleteError) as error:
-            add_error(answer, error)
+            add_error(answer, error, form)
             return str(error) or type(error).__name__
         return ""
 
     async def _store(
-        self, call: ModelCall, name: str, recording: Recording, answer: Answer
+        self,
+        call: ModelCall,
+        name: str,
+        recording: Recording,
+        answer: Answer,
+        form: AnswerFormat,
     ) -> None:
         newest = await self._versions.newest(call.session.run)
-        wanted, held = wanted_of(call.content), list[bytes]()
+        held: list[bytes] = []
         async with self._called(call) as engine:
             if engine.is_stream:
-                response = await _streamed(engine, wanted, answer, held)
+                response = await _streamed(engine, form, answer, held)
             else:
                 response = await engine.whole()
-                held.append(_json(answered(response, wanted)))
+                held.append(json_bytes(form.whole(response)))
         make = functools.partial(
             turns_of, response, call=name, model=call.model, newest_version=newest
         )
@@ -110,18 +135,18 @@ class CallRunner:
             answer.add(part)
         answer.end()
 
-    async def _pass_on(self, call: ModelCall, answer: Answer) -> None:
+    async def _pass_on(self, call: ModelCall, answer: Answer, form: AnswerFormat) -> None:
         """Answer a call of another model, of which nothing is stored."""
         async with self._called(call) as engine:
             if engine.is_stream:
                 answer.begin(200, EVENTS)
                 async for chunk in engine.chunks():
-                    answer.add(event_bytes(chunk))
-                answer.add(DONE)
+                    answer.add(form.chunk(chunk))
+                answer.add(form.end())
             else:
-                whole = await engine.whole()
+                whole = json_bytes(form.whole(await engine.whole()))
                 answer.begin(200, JSON)
-                answer.add(_json(whole))
+                answer.add(whole)
         answer.end()
 
     def _called(self, call: ModelCall) -> AbstractAsyncContextManager[EngineAnswer]:
@@ -133,7 +158,7 @@ class CallRunner:
 
 
 async def _streamed(
-    engine: EngineAnswer, wanted: Wanted, answer: Answer, held: list[bytes]
+    engine: EngineAnswer, form: AnswerFormat, answer: Answer, held: list[bytes]
 ) -> Mapping[str, Any]:
     """Pass on the parts of a stream, but for those in `held`; return the whole response."""
     joined = JoinedStream()
@@ -141,18 +166,14 @@ async def _streamed(
     async for chunk in engine.chunks():
         joined.add(chunk)
         ends = any(each.get("finish_reason") for each in chunk.get("choices") or ())
-        if (part := answered(chunk, wanted)) is None:
+        if not (part := form.chunk(chunk)):
             continue
         if held or ends:
-            held.append(event_bytes(part))
+            held.append(part)
         else:
-            answer.add(event_bytes(part))
-    held.append(DONE)
+            answer.add(part)
+    held.append(form.end())
     try:
         return joined.response()
     except InvalidTurnError as error:
         raise IncompleteError(str(error)) from error
-
-
-def _json(content: Any) -> bytes:
-    return json.dumps(content, separators=(",", ":")).encode()

@@ -150,7 +150,7 @@ class Recorder:
         ConflictError after the end of the trajectory; RejectedError with `retry_after_s` without
         capacity for it; SessionLimitError above the limits of the session.
         """
-        known, request = self._of(call.session), request_hash(call.route, call.body)
+        known, request = self._of(call.session), request_hash(call.api, call.body)
         if call.is_retry and (found := known.repeated(request)) is not None:
             return found.answer
         _check_running(known)

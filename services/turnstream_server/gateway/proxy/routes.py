@@ -1,11 +1,12 @@
-"""Routes of agents: `/openai/v1/...` with a session key, `/t/{run}/{group}/{sample}/v1/...` else.
+"""Routes of agents: `/openai/v1/...` and `/anthropic/v1/...` with a session key.
 
-Chat completions, completions and models are those of the OpenAI API. `session` and `session/end`
-are our own.
+`/t/{run}/{group}/{sample}/v1/...` has the routes of `/openai/v1/...` for API keys. `session` and
+`session/end` are our own routes, all others are those of OpenAI and Anthropic.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from typing import Annotated, Any, Final, cast
@@ -29,12 +30,18 @@ from turnstream.store.client.run_ids import find_run_async
 from turnstream.types import TrajectoryKey
 from turnstream.types.names import quoted
 from turnstream_server.gateway.bodies import LargeBody, disconnected, json_response
+from turnstream_server.gateway.proxy.anthropic_api import chat_of_message, listed_models
 from turnstream_server.gateway.proxy.engines import Engines
-from turnstream_server.gateway.proxy.errors import openai_error, openai_error_of
+from turnstream_server.gateway.proxy.errors import (
+    ANTHROPIC,
+    openai_error,
+    openai_error_of,
+    shaped_for,
+)
 from turnstream_server.gateway.proxy.live_answers import Answer
-from turnstream_server.gateway.proxy.model_calls import ModelCall
+from turnstream_server.gateway.proxy.model_calls import Api, ModelCall
 from turnstream_server.gateway.proxy.recorder import Recorder
-from turnstream_server.gateway.proxy.requests import Route
+from turnstream_server.gateway.proxy.responses_api import chat_of_response
 from turnstream_server.gateway.rest.bodies import parse_body
 from turnstream_server.gateway.rest.caller import SLASH, path_run
 from turnstream_server.gateway.rest.ingest.json_bodies import SealFields
@@ -47,7 +54,7 @@ from turnstream_server.keys.sessions import SESSION, Session
 from turnstream_server.telemetry.instruments import count_error
 
 KEY_PREFIX: Final = "/openai"
-"""First part of the paths for session keys."""
+"""First part of the paths of the API of OpenAI for session keys."""
 
 PATH_PREFIX: Final = "/t"
 """First part of the paths that name a trajectory, for API keys."""
@@ -60,7 +67,13 @@ _KEPT_S: Final = 3_600
 
 _UNLIMITED: Final = 2**53
 
+_NO_COUNT: Final = (
+    "tokens are not counted before a call: the engine renders its prompt. "
+    "usage.input_tokens of an answer has their number"
+)
+
 router = APIRouter()
+anthropic_router = APIRouter()
 logger = logging.getLogger(__name__)
 
 
@@ -111,13 +124,38 @@ class AnswerResponse(Response):
 @router.post("/v1/chat/completions")
 async def chat(request: Request, session: Caller, body: LargeBody) -> Response:
     """Answer a chat completion, once it is stored as a turn of the session."""
-    return await _call(request, session, body, route="chat/completions")
+    return await _call(request, session, body, api="chat/completions")
 
 
 @router.post("/v1/completions")
 async def complete(request: Request, session: Caller, body: LargeBody) -> Response:
     """Answer a completion, once it is stored as a turn of the session."""
-    return await _call(request, session, body, route="completions")
+    return await _call(request, session, body, api="completions")
+
+
+@router.post("/v1/responses")
+async def respond(request: Request, session: Caller, body: LargeBody) -> Response:
+    """Answer a request of the Responses API, once it is stored as a turn of the session."""
+    return await _call(request, session, body, api="responses")
+
+
+@anthropic_router.post("/v1/messages")
+async def message(request: Request, session: Caller, body: LargeBody) -> Response:
+    """Answer a request of a message, once it is stored as a turn of the session."""
+    return await _call(request, session, body, api="messages")
+
+
+@anthropic_router.post("/v1/messages/count_tokens")
+async def count_tokens(request: Request, session: Caller, body: LargeBody) -> Response:
+    """Refuse to count tokens."""
+    return shaped_for(request.scope["path"], openai_error(404, _NO_COUNT))
+
+
+@anthropic_router.get("/v1/models")
+async def list_anthropic_models(request: Request, session: Caller) -> Response:
+    """Return the models of all engines, as Anthropic lists them."""
+    release_place()
+    return json_response(listed_models(await request.app.state.engines.models()))
 
 
 @router.get("/v1/models")
@@ -152,13 +190,14 @@ async def end_session(request: Request, session: Caller, body: LargeBody) -> Res
     return json_response({"state": "awaiting_reward" if seal.awaits_reward else "sealed"})
 
 
-async def _call(request: Request, session: Session, body: bytes, *, route: Route) -> Response:
+async def _call(request: Request, session: Session, body: bytes, *, api: Api) -> Response:
     gateway: Gateway = request.app.state.gateway
-    content = await gateway.parsers.run(_object, body, owner=session.owner, is_json=True)
+    parse = functools.partial(_completion, api=api)
+    content = await gateway.parsers.run(parse, body, owner=session.owner, is_json=True)
     retries = request.headers.get(_RETRIES, "0")
     call = ModelCall(
         session=session,
-        route=route,
+        api=api,
         body=body,
         content=content,
         is_retry=retries.isdecimal() and int(retries) > 0,
@@ -168,14 +207,18 @@ async def _call(request: Request, session: Session, body: bytes, *, route: Route
     return AnswerResponse(await recorder.answer(call))
 
 
-def _object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body; RecordError for anything else."""
+def _completion(body: bytes, *, api: Api) -> dict[str, Any]:
+    """Return the completion that a body asks for; RecordError for anything but a JSON object."""
     try:
         content = json.loads(body)
     except ValueError as error:
         raise RecordError(f"the body is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise RecordError(f"the body is {quoted(content)}, expected a JSON object")
+    if api == "messages":
+        return chat_of_message(content)
+    if api == "responses":
+        return chat_of_response(content)
     return cast("dict[str, Any]", content)
 
 
@@ -202,27 +245,28 @@ class PathApp:
 
 def make_proxy_apps(
     gateway: Gateway, engines: Engines, publishers: Publishers
-) -> tuple[FastAPI, FastAPI]:
-    """Return the applications for session keys and for sessions by path."""
+) -> dict[str, FastAPI]:
+    """Return the applications by the first part of their paths."""
     recorder = Recorder(gateway, engines, publishers)
     gateway.closing.push_async_callback(recorder.close)
-    by_key, by_path = FastAPI(openapi_url=None), FastAPI(openapi_url=None)
-    by_key.include_router(router)
-    by_path.include_router(router, prefix="/{run}/{group}/{sample}")
-    by_path.add_middleware(PathApp)
-    for app in (by_key, by_path):
+    apps = {each: FastAPI(openapi_url=None) for each in (KEY_PREFIX, ANTHROPIC, PATH_PREFIX)}
+    apps[KEY_PREFIX].include_router(router)
+    apps[ANTHROPIC].include_router(anthropic_router)
+    apps[PATH_PREFIX].include_router(router, prefix="/{run}/{group}/{sample}")
+    apps[PATH_PREFIX].add_middleware(PathApp)
+    for app in apps.values():
         app.router.redirect_slashes = False
         app.state.gateway, app.state.engines, app.state.recorder = gateway, engines, recorder
         app.add_exception_handler(TurnstreamError, _refuse)
         app.add_exception_handler(HTTPException, _http)
         app.add_exception_handler(ClientDisconnect, disconnected)
         app.add_exception_handler(Exception, _failed)
-    return by_key, by_path
+    return apps
 
 
-async def _refuse(_: Request, error: Exception) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
     count_error(type(error), service="gateway")
-    return openai_error_of(error)
+    return shaped_for(request.scope["path"], openai_error_of(error))
 
 
 async def _http(request: Request, error: Exception) -> Response:
@@ -230,9 +274,9 @@ async def _http(request: Request, error: Exception) -> Response:
     text = str(error.detail)
     if error.status_code == 404:
         text = f"no route has the path {quoted(request.scope['path'])}"
-    return openai_error(error.status_code, text)
+    return shaped_for(request.scope["path"], openai_error(error.status_code, text))
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return openai_error_of(error)
+    return shaped_for(request.scope["path"], openai_error_of(error))

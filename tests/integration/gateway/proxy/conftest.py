@@ -43,11 +43,11 @@ def reader(client: redis.Redis, run: str) -> RunReader:
 
 @pytest.fixture
 def open_session(gateway: GatewayThread, run: str) -> Callable[..., Agent]:
-    """`open_session(sample=1)` returns an agent with a session key."""
+    """`open_session(sample=1)` returns an agent with a session key of the run, or of another."""
 
-    def open_session(**fields: Any) -> Agent:
+    def open_session(of_run: str = run, **fields: Any) -> Agent:
         body = {"group_id": "g", "sample": 0, "num_samples": 2, **fields}
-        url = f"{gateway.base_url}/v1/runs/{run}/sessions"
+        url = f"{gateway.base_url}/v1/runs/{of_run}/sessions"
         answer = httpx2.post(url, json=body).raise_for_status().json()
         return Agent(f"{gateway.base_url}/openai/v1", answer["key"])
 

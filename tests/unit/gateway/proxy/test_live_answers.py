@@ -93,3 +93,14 @@ async def test_request_that_leaves_has_not_taken_the_answer():
     await following
 
     assert (client.body, answer.num_followers, answer.was_taken) == (b"{", 0, False)
+
+
+async def test_answer_that_ends_before_its_begin_has_failed():
+    answer = Answer()
+    client, task = follow(answer)
+    await turns()
+
+    answer.end()
+    await task
+
+    assert client.sent[0]["status"] == 500
