@@ -229,7 +229,7 @@ class BlockFormat(ABC):
 
     def _finish(self, choice: Mapping[str, Any]) -> None:
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        for name in ("stop_reason", "matched_stop"):  # of vLLM, of SGLang
+        for name in ("stop_reason", "matched_stop"):  # vLLM has the first, SGLang the second
             if isinstance(stop := choice.get(name), str):
                 self.stop = stop
 

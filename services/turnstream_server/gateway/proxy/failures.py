@@ -15,7 +15,7 @@ from turnstream_server.gateway.proxy.turns import IncompleteError
 
 
 def add_error(answer: Answer, error: Exception, form: AnswerFormat) -> None:
-    """End an answer with an error: as its response, or as an event if a stream has begun."""
+    """End an answer with an error: the response itself, or an event of a started stream."""
     response = _response_of(error)
     status, content = response.status_code, json.loads(bytes(response.body))
     if answer.status:

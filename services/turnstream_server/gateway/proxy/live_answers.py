@@ -59,7 +59,7 @@ class Answer:
         self._notify()
 
     def end(self) -> None:
-        """End the answer: no part follows. One that has not begun has failed: its status is 500."""
+        """End the answer: no part follows. An answer without a head has failed, with status 500."""
         if not self.status:
             self.begin(500, JSON)
         self.is_whole = True

@@ -78,7 +78,7 @@ logger = logging.getLogger(__name__)
 
 
 async def _session_of(request: Request) -> Session:
-    """Return the session of a request: that of its key, or that of its path for an API key."""
+    """Return the session of a request. A session key names it, and else the path does."""
     session: Session | None = request.scope.get(SESSION)
     if session is not None:
         return session

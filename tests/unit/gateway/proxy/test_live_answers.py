@@ -9,7 +9,7 @@ from turnstream_server.gateway.proxy.live_answers import Answer
 
 
 class Client:
-    """A request: what it was sent, and whether it has left."""
+    """A request, with the messages that it was sent and an event of its leaving."""
 
     def __init__(self) -> None:
         self.left = asyncio.Event()
