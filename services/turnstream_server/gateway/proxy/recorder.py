@@ -8,7 +8,7 @@ the retry is a new call, which supersedes the one before.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -46,6 +46,9 @@ _MAX_KEPT: Final = 4
 
 _MAX_KEPT_BYTES: Final = 1 << 20
 """Size of an answer that is kept for retries."""
+
+MAX_KEPT_TOTAL_BYTES: Final = 64 << 20
+"""Bytes of all answers that a process keeps for retries, the newest."""
 
 _RETRY_S: Final = 1.0
 
@@ -130,6 +133,8 @@ class Recorder:
         self._runner = CallRunner(engines, NewestVersions(gateway.threads), gateway.parsers)
         self._sessions = gateway.sessions
         self._known: OrderedDict[tuple[str, TrajectoryKey], _Known] = OrderedDict()
+        self._kept: deque[tuple[_Known, _Running]] = deque()
+        self._num_kept_bytes = 0
         self._held = Held("model calls", num=MAX_CALLS, num_of_key=MAX_CALLS_OF_KEY)
 
     def recording(self, session: Session) -> Recording:
@@ -186,6 +191,19 @@ class Recorder:
             known.last_incomplete = reason
         _CALLS.labels("incomplete" if reason else "whole").inc()
         known.drop_old()
+        self._keep(known, running)
+
+    def _keep(self, known: _Known, running: _Running) -> None:
+        """Count an answer that is kept, and drop the oldest of all sessions above the limit."""
+        if running not in known.calls:
+            return
+        self._kept.append((known, running))
+        self._num_kept_bytes += running.answer.num_bytes
+        while self._num_kept_bytes > MAX_KEPT_TOTAL_BYTES:
+            owner, oldest = self._kept.popleft()
+            self._num_kept_bytes -= oldest.answer.num_bytes
+            if oldest in owner.calls:
+                owner.calls.remove(oldest)
 
     def _of(self, session: Session) -> _Known:
         name = session.run, session.key

@@ -244,6 +244,21 @@ def test_agent_that_has_left_gets_its_answer_by_a_retry(
     assert len(engine.bodies) == 1
 
 
+def test_answers_above_the_memory_of_the_process_are_dropped(
+    agent: Agent, engine: EngineDouble, monkeypatch: pytest.MonkeyPatch
+):
+    agent.ask("first")
+    num_bytes = 600  # above one answer, and below two
+    monkeypatch.setattr("turnstream_server.gateway.proxy.recorder.MAX_KEPT_TOTAL_BYTES", num_bytes)
+    agent.ask("second")
+
+    agent.ask("second", extra_headers=RETRY)
+    num_before = len(engine.bodies)
+    agent.ask("first", extra_headers=RETRY)
+
+    assert (num_before, len(engine.bodies)) == (2, 3)
+
+
 def test_gateways_take_turns_at_one_session(
     agent: Agent, new_gateway: Callable[..., GatewayThread], engine: EngineDouble, reader: RunReader
 ):
